@@ -1,0 +1,190 @@
+"""Every exception Barchan raises, in one tree sorted by who has to act.
+
+    BarchanError                  code, fault, retryable, details
+      CallerError                 fault=caller
+        InvalidSpec NotFound Conflict Denied QuotaExceeded SandboxExpired
+      GuestError                  fault=policy; raised only by ExecResult.check()
+        ExecFailed ExecTimeout OutputLimitExceeded GuestOutOfMemory GuestWrecked
+      CapacityError               fault=platform, retryable: no room now, details["retry_after_ms"]
+      SandboxLost                 fault=platform
+        NodeLost BootFailed InitDied
+      BackendError                fault=platform
+        RequirementMissing SnapshotIncompatible BlobCorrupt
+      TransportError              fault=platform, retryable
+        ConnectTimeout ReadTimeout ConnectionLost
+      ProtocolError
+        LocalProtocolError (we broke it), RemoteProtocolError (they did)
+      ModelError                  fault=model: the model endpoint failed
+      TaskError                   fault=task: the task itself is broken
+
+What a guest does (exit code, signal, time-out, out of memory) is a value, `ExecResult`, not an exception.
+"""
+
+from typing import ClassVar, Literal
+
+Fault = Literal["none", "policy", "task", "model", "platform", "caller"]
+
+
+class BarchanError(Exception):
+    """Root of the tree. `details` holds small facts for programs; the message is for people."""
+
+    code: ClassVar[str] = "error"
+    fault: ClassVar[Fault] = "platform"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, **details: str | int) -> None:
+        super().__init__(message)
+        self.details = details
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (from_wire, (self.code, str(self), self.details))
+
+
+class CallerError(BarchanError):
+    """The request itself is wrong; sending it again cannot help."""
+
+    code, fault = "caller", "caller"
+
+
+class InvalidSpec(CallerError):
+    code = "invalid_spec"
+
+
+class NotFound(CallerError):
+    code = "not_found"
+
+
+class Conflict(CallerError):
+    code = "conflict"
+
+
+class Denied(CallerError):
+    code = "denied"
+
+
+class QuotaExceeded(CallerError):
+    code = "quota_exceeded"
+
+
+class SandboxExpired(CallerError):
+    """The sandbox ended by its own ttl or idle timeout, or because its lease ended."""
+
+    code = "sandbox_expired"
+
+
+class GuestError(BarchanError):
+    """What ran in the sandbox did not succeed; raised only on request, by `ExecResult.check()`."""
+
+    code, fault = "guest", "policy"
+
+
+class ExecFailed(GuestError):
+    code = "exec_failed"
+
+
+class ExecTimeout(GuestError):
+    code = "exec_timeout"
+
+
+class OutputLimitExceeded(GuestError):
+    code = "output_limit"
+
+
+class GuestOutOfMemory(GuestError):
+    code = "guest_oom"
+
+
+class GuestWrecked(GuestError):
+    code = "guest_wrecked"
+
+
+class CapacityError(BarchanError):
+    """No room now. `details["retry_after_ms"]` says when to ask again."""
+
+    code, retryable = "capacity", True
+
+
+class SandboxLost(BarchanError):
+    code = "sandbox_lost"
+
+
+class NodeLost(SandboxLost):
+    code = "node_lost"
+
+
+class BootFailed(SandboxLost):
+    code = "boot_failed"
+
+
+class InitDied(SandboxLost):
+    code = "init_died"
+
+
+class BackendError(BarchanError):
+    code = "backend"
+
+
+class RequirementMissing(BackendError):
+    """The host lacks something; the message says what and how to get it."""
+
+    code = "requirement_missing"
+
+
+class SnapshotIncompatible(BackendError):
+    code = "snapshot_incompatible"
+
+
+class BlobCorrupt(BackendError):
+    code = "blob_corrupt"
+
+
+class TransportError(BarchanError):
+    code, retryable = "transport", True
+
+
+class ConnectTimeout(TransportError):
+    code = "connect_timeout"
+
+
+class ReadTimeout(TransportError):
+    code = "read_timeout"
+
+
+class ConnectionLost(TransportError):
+    code = "connection_lost"
+
+
+class ProtocolError(BarchanError):
+    code = "protocol"
+
+
+class LocalProtocolError(ProtocolError):
+    code = "local_protocol"
+
+
+class RemoteProtocolError(ProtocolError):
+    code = "remote_protocol"
+
+
+class ModelError(BarchanError):
+    """The model endpoint failed or answered garbage."""
+
+    code, fault = "model", "model"
+
+
+class TaskError(BarchanError):
+    """The task's own definition, tests or data are broken."""
+
+    code, fault = "task", "task"
+
+
+def _tree(cls: type[BarchanError]) -> list[type[BarchanError]]:
+    return [cls, *(deep for sub in cls.__subclasses__() for deep in _tree(sub))]
+
+
+BY_CODE: dict[str, type[BarchanError]] = {cls.code: cls for cls in _tree(BarchanError)}
+
+
+def from_wire(code: str, message: str, details: dict[str, str | int]) -> BarchanError:
+    """Rebuild an error from another process by the closed table; never import a name the peer sent."""
+    return BY_CODE.get(code, BackendError)(message, **details)

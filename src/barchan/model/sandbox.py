@@ -1,0 +1,240 @@
+"""What a sandbox is asked to be, what it is, and what running something in it gave."""
+
+from typing import Annotated, Literal, Self
+
+from msgspec import Meta, Struct, field
+
+from barchan.errors import ExecFailed, ExecTimeout, GuestOutOfMemory, OutputLimitExceeded
+
+Phase = Literal["pending", "booting", "ready", "paused", "hibernated", "stopped", "lost"]
+Network = Literal["none", "open", "allow"]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}$")]
+ProcessId = Annotated[str, Meta(min_length=1, max_length=128)]
+Label = Annotated[str, Meta(min_length=1, max_length=256)]
+Env = dict[str, str]
+
+DEFAULT_OUTPUT_BYTES = 1 << 20
+DEFAULT_EXEC_TIMEOUT_S = 300.0
+DEFAULT_USER = "agent"
+
+
+class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a caller asks for.
+
+    Attributes:
+        template: Name or digest of an image the node has (`barchan image list`).
+        backend: How isolation is done.
+        memory_mib: Limit of the guest's memory; reaching it kills inside the guest, with evidence.
+        cpus: CPU time per wall time.
+        pids_max: Processes and threads at once.
+        disk_mib: Size of the writable layer; the guest sees EDQUOT beyond it.
+        network: `none` (loopback only), `open`, or `allow` (HTTP and HTTPS to `allow_hosts`, by name).
+        allow_hosts: Host names; `*.example.org` matches every name below example.org.
+        ttl_s: Life from creation; then the sandbox ends as `SandboxExpired`. None: no bound of its own.
+        idle_timeout_s: Ends after this long with no request and no running process.
+        user: Default user of execs: `NAME`, `UID` or either with `:GROUP`; `root` is the guest's.
+        create_id: Repeating a create with the same id gives the same sandbox.
+        detach: The sandbox outlives its creator and ends by `ttl_s`, `idle_timeout_s` or kill.
+    """
+
+    template: Name
+    backend: Literal["container"] = "container"
+    memory_mib: Annotated[int, Meta(ge=16, le=1 << 20)] = 512
+    cpus: Annotated[float, Meta(gt=0, le=1024)] = 1.0
+    pids_max: Annotated[int, Meta(ge=8, le=1 << 16)] = 512
+    disk_mib: Annotated[int, Meta(ge=1, le=1 << 24)] = 1024
+    network: Network = "none"
+    allow_hosts: tuple[str, ...] = ()
+    ttl_s: Annotated[float, Meta(gt=0)] | None = None
+    idle_timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    env: Env = {}
+    labels: dict[Label, str] = {}
+    user: str | None = None
+    workdir: str | None = None
+    hostname: Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,63}$")] = "sandbox"
+    create_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    lease_id: str | None = None
+    detach: bool = False
+
+
+class SandboxInfo(Struct, frozen=True, kw_only=True):
+    """What a node says of one of its sandboxes. Times are seconds; `*_unix_s` on the wall clock, for people."""
+
+    sandbox_id: str
+    node_id: str
+    phase: Phase
+    template: str
+    template_digest: str
+    spec: SandboxSpec
+    created_unix_s: float
+    age_s: float
+    idle_s: float
+    create_ms: float
+    processes_running: int
+    end_cause: str | None = None
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Resources one process used, from its wait status: CPU seconds, peak resident KiB, wall seconds inside the guest."""
+
+    user_s: float = 0.0
+    system_s: float = 0.0
+    max_rss_kib: int = 0
+    wall_s: float = 0.0
+
+
+class ExecRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One program to run in a sandbox: exactly one of `argv` and `shell`.
+
+    Attributes:
+        process_id: Chosen by the client; repeating it never runs the program twice.
+        timeout_s: Wall time in the guest; then every process of this exec is killed.
+        max_output_bytes: Per stream; beyond it the head and the tail are kept, half each.
+        stdin: Given whole, then end of file.
+        platform: Run outside the guest's own memory and process limits, in a small leaf of the platform.
+    """
+
+    argv: tuple[str, ...] | None = None
+    shell: str | None = None
+    process_id: ProcessId | None = None
+    timeout_s: Annotated[float, Meta(gt=0)] = DEFAULT_EXEC_TIMEOUT_S
+    max_output_bytes: Annotated[int, Meta(ge=0, le=1 << 30)] = DEFAULT_OUTPUT_BYTES
+    stdin: bytes = b""
+    env: Env = {}
+    cwd: str | None = None
+    user: str | None = None
+    rlimits: dict[str, tuple[int, int]] = {}
+    merge_stderr: bool = False
+    platform: bool = False
+
+
+class StartRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One program to start in the background; like `ExecRequest`, with a pty or an open stdin on demand.
+
+    `timeout_s` None: it runs until it ends, is killed, or the sandbox ends. `overflow`: what happens when nobody reads
+    and `spool_bytes` are full: `drop` the oldest bytes, or `block` the process.
+    """
+
+    argv: tuple[str, ...] | None = None
+    shell: str | None = None
+    process_id: ProcessId | None = None
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    stdin: bytes = b""
+    stdin_open: bool = True
+    env: Env = {}
+    cwd: str | None = None
+    user: str | None = None
+    rlimits: dict[str, tuple[int, int]] = {}
+    merge_stderr: bool = False
+    platform: bool = False
+    pty: bool = False
+    rows: Annotated[int, Meta(ge=1, le=1000)] = 24
+    cols: Annotated[int, Meta(ge=1, le=1000)] = 80
+    overflow: Literal["drop", "block"] = "drop"
+    spool_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 16 << 20
+
+
+class ExecResult(Struct, frozen=True, kw_only=True):
+    """What a program did. Nothing here is an error; `check()` makes one of it on request.
+
+    Attributes:
+        exit_code: 0..255; 128 + n after signal n; 127 not found, 126 not executable.
+        signal: Number of the signal that ended it, or None.
+        timed_out: The deadline passed and the platform killed it; the output is what there was.
+        oom_killed: The kernel's counter of this sandbox's memory limit rose while it ran and it died by SIGKILL.
+        truncated: Bytes between head and tail were left out; `stdout_bytes` and `stderr_bytes` count what was written.
+    """
+
+    process_id: str
+    exit_code: int
+    signal: int | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
+    stdout: bytes = b""
+    stderr: bytes = b""
+    truncated: bool = False
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    usage: Usage = field(default_factory=Usage)
+
+    @property
+    def ok(self) -> bool:
+        """Exit code 0, in time."""
+        return self.exit_code == 0 and not self.timed_out
+
+    @property
+    def text(self) -> str:
+        """stdout as text; bytes that are not UTF-8 become U+FFFD."""
+        return self.stdout.decode("utf-8", "replace")
+
+    @property
+    def error_text(self) -> str:
+        """stderr as text; bytes that are not UTF-8 become U+FFFD."""
+        return self.stderr.decode("utf-8", "replace")
+
+    def check(self) -> Self:
+        """Return itself, or raise the `GuestError` that says how the program failed."""
+        if self.timed_out:
+            raise ExecTimeout(f"process {self.process_id} ran out of time", process_id=self.process_id)
+        if self.oom_killed:
+            raise GuestOutOfMemory(f"process {self.process_id} hit the memory limit", process_id=self.process_id)
+        if self.exit_code != 0:
+            tail = self.error_text.strip()[-400:]
+            raise ExecFailed(f"exit code {self.exit_code}: {tail}", exit_code=self.exit_code)
+        if self.truncated:
+            raise OutputLimitExceeded("the output did not fit max_output_bytes", process_id=self.process_id)
+        return self
+
+
+class ProcessInfo(Struct, frozen=True, kw_only=True):
+    """One process the platform started. `exit_code` is None while it runs."""
+
+    process_id: str
+    pid: int
+    running: bool
+    exit_code: int | None = None
+    signal: int | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
+    usage: Usage = field(default_factory=Usage)
+
+
+class OutputChunk(Struct, frozen=True, array_like=True):
+    """A piece of a process's output. A jump in `offset` says bytes were lost to the spool's bound.
+
+    `stream`: `stdout`, `stderr`, `exit` (data is a JSON `ProcessInfo`) or `end` (nothing more will come).
+    """
+
+    stream: Literal["stdout", "stderr", "exit", "end"]
+    offset: int
+    data: bytes
+
+
+class FileInfo(Struct, frozen=True, kw_only=True):
+    """One directory entry. `kind`: file, directory, symlink, device, fifo or socket; `mode` without the type bits."""
+
+    path: str
+    kind: Literal["file", "directory", "symlink", "device", "fifo", "socket"]
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_unix_s: float
+    target: str = ""
+
+
+class FileChange(Struct, frozen=True, kw_only=True):
+    """Something that happened below a watched directory; `overflow` says that changes were missed."""
+
+    kind: Literal["created", "modified", "removed", "moved", "overflow"]
+    path: str
+
+
+class SandboxStats(Struct, frozen=True, kw_only=True):
+    """Kernel counters of one sandbox."""
+
+    memory_bytes: int
+    memory_peak_bytes: int
+    oom_kills: int
+    cpu_s: float
+    pids: int

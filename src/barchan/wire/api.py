@@ -1,0 +1,172 @@
+"""The node's HTTP interface as one table, read by the server, the SDK and the OpenAPI description.
+
+Bodies are JSON (bytes fields in base64) or, with `Content-Type`/`Accept: application/msgpack`, MessagePack of the same
+types. Errors come as `ErrorBody` with the status of `http_status`. Streams are NDJSON, or, asked for as
+`application/msgpack`, records of u32 length (little endian) + MessagePack.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from barchan.errors import BarchanError, CapacityError, CallerError, Conflict, Denied, NotFound, SandboxExpired, from_wire
+from barchan.model.node import ImageInfo, Killed, LeaseInfo, LeaseRequest, NodeInfo
+from barchan.model.sandbox import (
+    ExecRequest,
+    ExecResult,
+    FileChange,
+    FileInfo,
+    OutputChunk,
+    ProcessInfo,
+    SandboxInfo,
+    SandboxSpec,
+    SandboxStats,
+    StartRequest,
+)
+
+MSGPACK = "application/msgpack"
+JSON = "application/json"
+BODY_BYTES_MAX = 80 << 20  # an exec may carry 64 MiB of stdin, in base64 a third more
+STDIN_INLINE_BYTES_MAX = 64 << 20
+
+BodyKind = Literal["none", "value", "bytes"]
+ReplyKind = Literal["value", "stream", "bytes"]
+
+
+class ErrorBody(Struct, frozen=True, kw_only=True):
+    """An error on the wire: `code` names its class in `barchan.errors.BY_CODE`."""
+
+    code: str
+    message: str
+    fault: str = "platform"
+    retryable: bool = False
+    details: dict[str, str | int] = {}
+
+
+class SignalRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`signal`: a name without SIG, or a number. `scope`: `group`, `process`, `all` (whatever this start left behind), `children` (all but the main process)."""
+
+    signal: str | int = "TERM"
+    scope: Literal["group", "process", "all", "children"] = "group"
+
+
+class Signalled(Struct, frozen=True, kw_only=True):
+    signalled: int
+
+
+class ResizeRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rows: Annotated[int, Meta(ge=1, le=1000)]
+    cols: Annotated[int, Meta(ge=1, le=1000)]
+
+
+class StdinWritten(Struct, frozen=True, kw_only=True):
+    """`offset`: bytes of stdin that have reached the process since its start."""
+
+    offset: int
+
+
+class MkdirRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str
+    mode: int = 0o755
+    parents: bool = True
+    user: str | None = None
+
+
+class MoveRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: str
+    target: str
+    user: str | None = None
+
+
+class RemoveRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str
+    recursive: bool = False
+    user: str | None = None
+
+
+class Empty(Struct, frozen=True):
+    """Nothing to say: it was done."""
+
+
+class Route(Struct, frozen=True):
+    """One operation. `query` maps parameter names to their types; all are optional unless in `required`."""
+
+    name: str
+    method: Literal["GET", "POST", "PUT", "DELETE"]
+    path: str
+    reply: Any
+    reply_kind: ReplyKind = "value"
+    body: Any = None
+    body_kind: BodyKind = "none"
+    query: dict[str, type] = {}
+    required: tuple[str, ...] = ()
+    summary: str = ""
+
+
+_SB = "/v1/sandboxes/{sandbox_id}"
+_PROC = _SB + "/processes/{process_id}"
+
+ROUTES: tuple[Route, ...] = (
+    Route("node_info", "GET", "/v1/node", NodeInfo, summary="What this node is and how loaded."),
+    Route("node_shutdown", "POST", "/v1/node/shutdown", Empty, summary="End every sandbox and the node."),
+    Route("lease_hold", "POST", "/v1/leases", LeaseInfo, "stream", LeaseRequest, "value",
+          summary="Hold a lease for as long as this response is read: its first record, then one every 5 s."),
+    Route("lease_end", "DELETE", "/v1/leases/{lease_id}", Killed, summary="End a lease and its sandboxes now."),
+    Route("image_list", "GET", "/v1/images", list[ImageInfo], summary="Templates this node can start."),
+    Route("create", "POST", "/v1/sandboxes", SandboxInfo, body=SandboxSpec, body_kind="value", summary="Start a sandbox."),
+    Route("list", "GET", "/v1/sandboxes", list[SandboxInfo], query={"label": list, "create_id": str},
+          summary="Live sandboxes; `label=key=value` repeats and all must match."),
+    Route("kill_many", "DELETE", "/v1/sandboxes", Killed, query={"label": list, "create_id": str},
+          summary="End the sandboxes that match; with `create_id` also one that is still starting."),
+    Route("info", "GET", _SB, SandboxInfo, summary="One sandbox, also for a while after its end."),
+    Route("kill", "DELETE", _SB, Killed, summary="End a sandbox; returns when nothing of it is left."),
+    Route("stats", "GET", _SB + "/stats", SandboxStats, summary="Kernel counters of a sandbox."),
+    Route("exec", "POST", _SB + "/exec", ExecResult, body=ExecRequest, body_kind="value", summary="Run a program to its end."),
+    Route("start", "POST", _SB + "/processes", ProcessInfo, body=StartRequest, body_kind="value", summary="Start a program in the background."),
+    Route("process_list", "GET", _SB + "/processes", list[ProcessInfo], summary="Every process started through the platform."),
+    Route("process_info", "GET", _PROC, ProcessInfo, query={"wait_s": float}, summary="A process; with `wait_s`, after its end or that long."),
+    Route("output", "GET", _PROC + "/output", OutputChunk, "stream", query={"stdout": int, "stderr": int, "follow": bool},
+          summary="Output from the given offsets on, to the end (`follow`, the default) or what there is now."),
+    Route("stdin", "POST", _PROC + "/stdin", StdinWritten, body_kind="bytes", query={"offset": int, "eof": bool},
+          summary="Write to stdin; bytes below `offset` already written are skipped, so a retry is safe."),
+    Route("signal", "POST", _PROC + "/signal", Signalled, body=SignalRequest, body_kind="value", summary="Signal a process."),
+    Route("resize", "POST", _PROC + "/resize", Empty, body=ResizeRequest, body_kind="value", summary="Resize its pty."),
+    Route("file_read", "GET", _SB + "/files", bytes, "bytes", query={"path": str, "offset": int, "length": int, "user": str}, required=("path",),
+          summary="A regular file's bytes."),
+    Route("file_write", "PUT", _SB + "/files", Empty, body_kind="bytes", query={"path": str, "mode": int, "parents": bool, "user": str}, required=("path",),
+          summary="Replace a file in one step."),
+    Route("file_stat", "GET", _SB + "/files/stat", FileInfo, query={"path": str, "user": str}, required=("path",), summary="One entry."),
+    Route("file_list", "GET", _SB + "/files/list", list[FileInfo], query={"path": str, "user": str}, required=("path",), summary="A directory."),
+    Route("file_mkdir", "POST", _SB + "/files/mkdir", Empty, body=MkdirRequest, body_kind="value", summary="Make a directory."),
+    Route("file_move", "POST", _SB + "/files/move", Empty, body=MoveRequest, body_kind="value", summary="Rename."),
+    Route("file_remove", "POST", _SB + "/files/remove", Empty, body=RemoveRequest, body_kind="value", summary="Remove."),
+    Route("tar_read", "GET", _SB + "/files/tar", bytes, "bytes", query={"path": str, "user": str}, required=("path",), summary="A tree or file as a tar stream."),
+    Route("tar_write", "PUT", _SB + "/files/tar", Empty, body_kind="bytes", query={"path": str, "user": str}, required=("path",), summary="Unpack a tar stream below a directory."),
+    Route("file_watch", "GET", _SB + "/files/watch", FileChange, "stream", query={"path": str, "recursive": bool, "user": str}, required=("path",),
+          summary="Changes below a directory, until the response is closed."),
+)
+
+ROUTE: dict[str, Route] = {route.name: route for route in ROUTES}
+
+
+def http_status(error: BarchanError) -> int:
+    """The HTTP status an error travels with; the class travels in the body."""
+    table: tuple[tuple[type[BarchanError], int], ...] = (
+        (NotFound, 404), (Conflict, 409), (Denied, 403), (SandboxExpired, 410), (CapacityError, 503), (CallerError, 400),
+    )
+    return next((status for cls, status in table if isinstance(error, cls)), 500)
+
+
+def error_body(error: BarchanError) -> ErrorBody:
+    return ErrorBody(code=error.code, message=str(error), fault=error.fault, retryable=error.retryable, details=error.details)
+
+
+def error_from_body(body: bytes, content_type: str) -> BarchanError:
+    """Rebuild the error of a failed response; a body that is none of ours becomes a `BackendError` quoting it."""
+    decoder = msgspec.msgpack if content_type.startswith(MSGPACK) else msgspec.json
+    try:
+        parsed = decoder.decode(body, type=ErrorBody)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return from_wire("backend", f"the node answered with an unexpected error: {body[:200]!r}", {})
+    return from_wire(parsed.code, parsed.message, parsed.details)
