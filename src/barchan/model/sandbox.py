@@ -75,7 +75,7 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Resources one process used, from its wait status: CPU seconds, peak resident KiB, wall seconds inside the guest."""
+    """Resources one process used, from its wait status: CPU and wall seconds, peak resident KiB."""
 
     user_s: float = 0.0
     system_s: float = 0.0

@@ -49,7 +49,7 @@ Cause = Literal[
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """One fact behind a verdict, from the kernel or the platform; `source` says which counter, status or error it was read from."""
+    """One fact behind a verdict; `source` says which kernel counter, status or platform error it was read from."""
 
     source: str
     fact: str

@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from barchan.errors import BarchanError, CapacityError, CallerError, Conflict, Denied, NotFound, SandboxExpired, from_wire
+from barchan.errors import (
+    BarchanError,
+    CallerError,
+    CapacityError,
+    Conflict,
+    Denied,
+    NotFound,
+    SandboxExpired,
+    from_wire,
+)
 from barchan.model.node import ImageInfo, Killed, LeaseInfo, LeaseRequest, NodeInfo
 from barchan.model.sandbox import (
     ExecRequest,
@@ -107,6 +116,7 @@ class Route(Struct, frozen=True):
 _SB = "/v1/sandboxes/{sandbox_id}"
 _PROC = _SB + "/processes/{process_id}"
 
+# fmt: off
 ROUTES: tuple[Route, ...] = (
     Route("node_info", "GET", "/v1/node", NodeInfo, summary="What this node is and how loaded."),
     Route("node_shutdown", "POST", "/v1/node/shutdown", Empty, summary="End every sandbox and the node."),
@@ -146,6 +156,7 @@ ROUTES: tuple[Route, ...] = (
     Route("file_watch", "GET", _SB + "/files/watch", FileChange, "stream", query={"path": str, "recursive": bool, "user": str}, required=("path",),
           summary="Changes below a directory, until the response is closed."),
 )
+# fmt: on
 
 ROUTE: dict[str, Route] = {route.name: route for route in ROUTES}
 
@@ -153,13 +164,20 @@ ROUTE: dict[str, Route] = {route.name: route for route in ROUTES}
 def http_status(error: BarchanError) -> int:
     """The HTTP status an error travels with; the class travels in the body."""
     table: tuple[tuple[type[BarchanError], int], ...] = (
-        (NotFound, 404), (Conflict, 409), (Denied, 403), (SandboxExpired, 410), (CapacityError, 503), (CallerError, 400),
+        (NotFound, 404),
+        (Conflict, 409),
+        (Denied, 403),
+        (SandboxExpired, 410),
+        (CapacityError, 503),
+        (CallerError, 400),
     )
     return next((status for cls, status in table if isinstance(error, cls)), 500)
 
 
 def error_body(error: BarchanError) -> ErrorBody:
-    return ErrorBody(code=error.code, message=str(error), fault=error.fault, retryable=error.retryable, details=error.details)
+    return ErrorBody(
+        code=error.code, message=str(error), fault=error.fault, retryable=error.retryable, details=error.details
+    )
 
 
 def error_from_body(body: bytes, content_type: str) -> BarchanError:
