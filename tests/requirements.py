@@ -1,0 +1,79 @@
+"""What a test may require of its host: name -> probe that answers "" or what is missing and how to get it."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+
+def _root() -> str:
+    return "" if os.geteuid() == 0 else "needs root"
+
+
+def _controllers1() -> set[str]:
+    """Controllers bound to version 1 hierarchies."""
+    rows = [line.split() for line in Path("/proc/cgroups").read_text().splitlines()[1:]]
+    return {name for name, hierarchy, _, enabled in rows if hierarchy != "0" and enabled == "1"}
+
+
+def _cgroup1() -> str:
+    missing = {"memory", "pids", "cpu"} - _controllers1()
+    return f"no version 1 cgroup hierarchy has {', '.join(sorted(missing))}" if missing else ""
+
+
+def _cgroup2() -> str:
+    """Limits on version 2: the controllers are in its root."""
+    root = Path("/sys/fs/cgroup/cgroup.controllers")
+    have = set(root.read_text().split()) if root.exists() else set()
+    missing = {"memory", "pids", "cpu"} - have
+    return f"cgroup version 2 lacks {', '.join(sorted(missing))}" if missing else ""
+
+
+def _cgroup() -> str:
+    return "no cgroup with memory, pids and cpu, of either version" if _cgroup1() and _cgroup2() else ""
+
+
+def _userns() -> str:
+    """A child process tries it, since unshare() would change the test process itself."""
+    clone_newuser = 0x10000000
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if ctypes.CDLL(None).unshare(clone_newuser) == 0 else 1)
+    return "" if os.waitpid(pid, 0)[1] == 0 else "user namespaces are refused (sysctl user.max_user_namespaces)"
+
+
+def _tool(name: str, package: str) -> Callable[[], str]:
+    return lambda: "" if shutil.which(name) else f"no {name} (Debian package {package})"
+
+
+def _static_libc() -> str:
+    if missing := _tool("gcc", "gcc")() or _tool("make", "make")():
+        return missing
+    found = subprocess.run(["gcc", "-print-file-name=libc.a"], capture_output=True, text=True, check=True).stdout
+    return "" if Path(found.strip()).is_absolute() else "no static C library (Debian package libc6-dev)"
+
+
+PROBES: dict[str, Callable[[], str]] = {
+    "root": _root,
+    "cgroup": _cgroup,
+    "cgroup1": _cgroup1,
+    "cgroup2": _cgroup2,
+    "userns": _userns,
+    "static-libc": _static_libc,
+    "mmdebstrap": _tool("mmdebstrap", "mmdebstrap"),
+    "mkfs.erofs": _tool("mkfs.erofs", "erofs-utils"),
+    "mkfs.btrfs": _tool("mkfs.btrfs", "btrfs-progs"),
+}
+
+
+ONE_OF = {"cgroup1", "cgroup2"}  # a host has one or the other; "cgroup" asks for either
+
+
+def must_run() -> set[str]:
+    """Requirements whose absence is a failure: those named in BARCHAN_MUST_RUN, and in CI all but the alternatives."""
+    named = {name for name in os.environ.get("BARCHAN_MUST_RUN", "").split(",") if name}
+    if unknown := named - set(PROBES):
+        raise ValueError(f"BARCHAN_MUST_RUN names unknown requirements: {', '.join(sorted(unknown))}")
+    return named | (set(PROBES) - ONE_OF if os.environ.get("CI") else set())
