@@ -1,0 +1,1 @@
+"""Layers and templates: build them, keep them, find them."""

@@ -1,0 +1,255 @@
+"""The images of one machine on disk: templates by name, layers by digest.
+
+    ROOT/templates/NAME.json   a `Template`; NAME percent-encoded
+    ROOT/layers/SHA256.erofs   a layer (or SHA256.dir/ where the kernel can't mount EROFS files)
+    ROOT/tmp/ID/               a build under way; its `lock` is held for as long as its builder lives
+    ROOT/lock                  held while any of the above changes names
+
+Whatever has its final name is whole and on disk: it is written beside, synced and renamed. A builder that dies leaves
+only its directory in `tmp`, which the next one removes. Readers take no lock.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+import msgspec
+
+from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
+from barchan.image.template import FORMAT, Layer, Template, TemplateConfig, template_digest
+from barchan.model.node import ImageInfo
+
+BUILD_HINT = "barchan image build debian"
+DIGEST_PREFIX_MIN = 12
+FILE_NAME_MAX = 240  # file systems take 255 bytes, and a write adds a few
+
+
+class NewLayer(NamedTuple):
+    """A finished layer that still lies in a workspace of the same store."""
+
+    layer: Layer
+    path: Path
+
+
+class ImageStore:
+    """Reads and changes one image directory; any number of processes may use the same one.
+
+    Args:
+        root: Made by the first build; a store that does not exist is empty.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._templates = root / "templates"
+        self._layers = root / "layers"
+        self._tmp = root / "tmp"
+
+    def templates(self) -> list[Template]:
+        """Every template, by name."""
+        try:
+            paths = sorted(path for path in self._templates.iterdir() if path.suffix == ".json")
+        except FileNotFoundError:
+            return []
+        found = [_read(path) for path in paths]
+        return sorted((template for template in found if template is not None), key=lambda template: template.name)
+
+    def list(self) -> "list[ImageInfo]":
+        """Every template, as nodes tell it to their clients."""
+        return [image_info(template) for template in self.templates()]
+
+    def resolve(self, name_or_digest: str) -> Template:
+        """The template of that name or digest (`sha256:` is optional, so are digits after the first 12).
+
+        Raises:
+            NotFound: The message names what there is, or the command that builds a first one.
+            BlobCorrupt: Its file is damaged, or of a newer release.
+        """
+        if len(_file_name(name_or_digest)) <= FILE_NAME_MAX:
+            template = _read(self._template_path(name_or_digest))
+            if template is not None:
+                return template
+        digest = name_or_digest.removeprefix("sha256:")
+        templates = self.templates()
+        if re.fullmatch(rf"[0-9a-f]{{{DIGEST_PREFIX_MIN},64}}", digest):
+            hits = [template for template in templates if template.digest.startswith(digest)]
+            if len({template.digest for template in hits}) == 1:
+                return hits[0]
+        names = ", ".join(template.name for template in templates)
+        have = f"there are: {names}" if names else "the store is empty"
+        raise NotFound(f"no image {name_or_digest!r}; {have} (try: {BUILD_HINT})", template=name_or_digest)
+
+    def layer_path(self, layer: Layer) -> Path:
+        """Where a layer lies: a file to mount, or a directory."""
+        return self._layers / f"{layer.digest}.{layer.kind}"
+
+    @contextmanager
+    def workspace(self) -> Iterator[Path]:
+        """A directory of one's own to build in, on the store's file system; removed on leaving.
+
+        Entering also removes what builders that died have left.
+        """
+        with self._locked():
+            self._sweep_workspaces()
+            path = self._tmp / secrets.token_hex(8)
+            path.mkdir()
+            lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield path
+        finally:
+            with self._locked():  # a sweep must not meet a directory half removed
+                shutil.rmtree(path)
+            os.close(lock)
+
+    def commit(self, config: TemplateConfig, layers: tuple[NewLayer, ...]) -> Template:
+        """Name a template and keep its layers (topmost first); an older template of this name gives way to it."""
+        config.check()
+        if len(_file_name(config.name)) > FILE_NAME_MAX:
+            raise InvalidSpec(f"template name {config.name!r} is too long")
+        for new in layers:
+            _sync_tree(new.path)
+        with self._locked():
+            for new in layers:
+                self._keep(new)
+            stored = tuple(new.layer for new in layers)
+            template = Template(
+                name=config.name,
+                digest=template_digest(config, stored),
+                layers=stored,
+                size_bytes=sum(_size_bytes(self.layer_path(layer)) for layer in stored),
+                created_unix_s=time.time(),
+                user=config.user,
+                workdir=config.workdir,
+                env=config.env,
+                source=config.source,
+            )
+            self._write(self._template_path(config.name), msgspec.json.format(msgspec.json.encode(template)))
+            self._sweep_layers()
+        return template
+
+    def remove(self, name_or_digest: str) -> Template:
+        """Forget a template, and its layers unless another one needs them. Running sandboxes keep what they mounted."""
+        with self._locked():
+            template = self.resolve(name_or_digest)
+            self._template_path(template.name).unlink()
+            _sync_directory(self._templates)
+            self._sweep_layers()
+        return template
+
+    def _template_path(self, name: str) -> Path:
+        return self._templates / _file_name(name)
+
+    def _keep(self, new: NewLayer) -> None:
+        """Give a layer its final name; content is the name, so one that is there already stays."""
+        target = self.layer_path(new.layer)
+        if not target.exists():
+            new.path.rename(target)
+            _sync_directory(self._layers)
+
+    def _write(self, target: Path, data: bytes) -> None:
+        beside = target.parent / f".{target.name}.new"  # one writer at a time: the store is locked
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(target)
+        _sync_directory(target.parent)
+
+    def _sweep_layers(self) -> None:
+        needed = {self.layer_path(layer).name for template in self.templates() for layer in template.layers}
+        for path in self._layers.iterdir():
+            if path.name not in needed:
+                _remove(path)
+
+    def _sweep_workspaces(self) -> None:
+        for path in self._tmp.iterdir():
+            lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # its builder is alive
+            else:
+                shutil.rmtree(path)
+            finally:
+                os.close(lock)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        for directory in (self._templates, self._layers, self._tmp):
+            directory.mkdir(parents=True, exist_ok=True)
+        self.root.chmod(0o755)
+        lock = os.open(self.root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+
+def _file_name(name: str) -> str:
+    return quote(name, safe="@+:") + ".json"
+
+
+def image_info(template: Template) -> ImageInfo:
+    return ImageInfo(
+        name=template.name,
+        digest=template.digest,
+        layers=tuple(layer.digest for layer in template.layers),
+        size_bytes=template.size_bytes,
+        created_unix_s=template.created_unix_s,
+        user=template.user,
+        workdir=template.workdir,
+        env=template.env,
+    )
+
+
+def _read(path: Path) -> Template | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        template = msgspec.json.decode(data, type=Template)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BlobCorrupt(f"template {path.name} can't be read: {error} (try: build it again with --force)") from error
+    if template.format != FORMAT:
+        raise BlobCorrupt(f"template {path.name} has format {template.format}; this release reads {FORMAT}")
+    return template
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _size_bytes(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(path) for name in names)
+
+
+def _sync_tree(path: Path) -> None:
+    """Force a finished layer to disk before it gets its name."""
+    if path.is_file():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    else:
+        os.sync()  # one call for a tree of files: fsync of each takes far longer
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,83 @@
+"""What a template and a layer are, and how a template gets its digest."""
+
+import hashlib
+import re
+from pathlib import PurePosixPath
+from typing import Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from barchan.errors import InvalidSpec
+from barchan.model.sandbox import DEFAULT_USER, Name
+
+FORMAT = 1
+GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+LayerKind = Literal["erofs", "dir"]
+
+
+class Layer(NamedTuple):
+    """One immutable filesystem diff: sha256 of its EROFS form, and how this store keeps it."""
+
+    digest: str
+    kind: LayerKind
+
+
+class TemplateConfig(Struct, frozen=True, kw_only=True):
+    """What a sandbox of a template starts with. `source`: what it was built from, in one line."""
+
+    name: str
+    user: str = DEFAULT_USER
+    workdir: str = "/"
+    env: dict[str, str] = {}
+    source: str = ""
+
+    def check(self) -> None:
+        """Raise `InvalidSpec` for a name, user, directory or variable that no sandbox could have."""
+        try:
+            msgspec.convert(self.name, Name)
+        except msgspec.ValidationError:
+            raise InvalidSpec(
+                f"template name {self.name!r} is not letters, digits and ._:/@+- (first a letter or digit, at most 128)"
+            ) from None
+        if re.fullmatch(r"[0-9a-f]{12,}", self.name) or self.name.startswith("sha256:"):
+            raise InvalidSpec(f"template name {self.name!r} looks like a digest")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z0-9_][A-Za-z0-9_.-]*)?", self.user):
+            raise InvalidSpec(f"user {self.user!r} is not NAME, UID, NAME:GROUP or UID:GID")
+        if not PurePosixPath(self.workdir).is_absolute() or "\0" in self.workdir:
+            raise InvalidSpec(f"workdir {self.workdir!r} is not an absolute path")
+        for key, value in self.env.items():
+            if not key or "=" in key or "\0" in key + value:
+                raise InvalidSpec(f"environment variable {key!r} is not NAME=VALUE")
+
+
+class Template(Struct, frozen=True, kw_only=True):
+    """A recipe for sandboxes, as the store keeps it.
+
+    Attributes:
+        digest: sha256 of layers, user, workdir and env: equal digests start equal sandboxes.
+        layers: Topmost first.
+        size_bytes: Of its layers on disk.
+    """
+
+    name: str
+    digest: str
+    layers: tuple[Layer, ...]
+    size_bytes: int
+    created_unix_s: float
+    user: str
+    workdir: str
+    env: dict[str, str]
+    source: str
+    format: int = FORMAT
+
+
+def template_digest(config: TemplateConfig, layers: tuple[Layer, ...]) -> str:
+    """sha256 of the canonical JSON of what a sandbox sees; name, age and kind of storage do not count."""
+    content = {
+        "env": dict(sorted(config.env.items())),
+        "layers": [layer.digest for layer in layers],
+        "user": config.user,
+        "workdir": config.workdir,
+    }
+    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
