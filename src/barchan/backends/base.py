@@ -1,0 +1,97 @@
+"""What every backend offers a node."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from barchan.backends.guest import GuestConnection
+from barchan.image.template import Template
+from barchan.model.node import Requirement
+from barchan.model.sandbox import SandboxSpec, SandboxStats
+
+
+class Capabilities(Struct, frozen=True, kw_only=True):
+    """What a backend can do; ask before calling."""
+
+    memory_snapshot: bool
+    fork: bool
+    own_kernel: bool  # guest system calls do not reach the host kernel
+
+
+class Ended(Struct, frozen=True, kw_only=True):
+    """Why a guest ended on its own, from its init's wait status and the kernel's counters."""
+
+    wstatus: int
+    oom_kills: int
+
+
+class Handle(Protocol):
+    """One live sandbox of a backend.
+
+    `ended` is done when the init is gone without having been asked to. `listener` (network `allow`) is a listening TCP
+    socket inside the sandbox; `netns` (network `open`) a descriptor of its network namespace; both belong to the handle.
+    """
+
+    sandbox_id: str
+    guest: GuestConnection
+    ended: asyncio.Future[Ended]
+    listener: socket.socket | None
+    netns: int | None
+
+    async def destroy(self) -> None:
+        """Kill everything in the sandbox and remove all it left on the host. Safe to repeat and to run at any time."""
+
+    async def platform_leaf(self) -> None:
+        """Make room beside the guest's limits for platform execs; repeating is cheap."""
+
+    def oom_kills(self) -> int:
+        """The kernel's count of out-of-memory kills under the guest's memory limit."""
+
+    def stats(self) -> SandboxStats:
+        """Kernel counters as they are now."""
+
+
+class Backend(Protocol):
+    """How isolation is done. `start` before use; `close` leaves the sandboxes running for the next node."""
+
+    capabilities: Capabilities
+
+    def probe(self) -> Sequence[Requirement]:
+        """What the backend needs of this host, and whether it holds."""
+
+    async def start(self) -> None:
+        """Get ready, or find what an earlier node left.
+
+        Raises:
+            RequirementMissing: The host lacks something; nothing was started.
+        """
+
+    async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> Handle:
+        """Start a sandbox.
+
+        Raises:
+            BootFailed: It did not come up; nothing of it is left.
+
+        Cancellation: What was half made is removed before the cancellation is seen.
+        """
+
+    async def adopt(self, sandbox_id: str) -> Handle:
+        """Take over a sandbox that an earlier node started."""
+
+    async def found(self) -> list[str]:
+        """Ids of the sandboxes that are alive, whoever started them."""
+
+    async def discard(self, sandbox_id: str) -> None:
+        """Remove a sandbox that nobody knows."""
+
+    async def lost(self) -> None:
+        """Return when what holds the sandboxes is gone, and they with it."""
+
+    async def close(self) -> None:
+        """Let go of everything; sandboxes stay alive for the next node, within the supervisor's grace."""
+
+    async def shutdown(self) -> None:
+        """End every sandbox and whatever the backend runs on this host."""

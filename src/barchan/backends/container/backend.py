@@ -1,0 +1,253 @@
+"""The container backend: what the node asks, said to the supervisor."""
+
+import asyncio
+import os
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import barchan
+from barchan.backends.base import Capabilities, Ended
+from barchan.backends.container import probe
+from barchan.backends.container.cgroup import Counters
+from barchan.backends.container.supervisor import Answer, SupervisorClient
+from barchan.backends.guest import GuestConnection, init_died
+from barchan.errors import BackendError, BootFailed, NotFound, RequirementMissing
+from barchan.image.store import ImageStore
+from barchan.image.template import Template
+from barchan.model.node import Requirement
+from barchan.model.sandbox import SandboxSpec, SandboxStats
+from barchan.wire import supervisor as wire
+
+ORPHAN_GRACE_S = 30
+POOL_SHARE = 0.5  # of the free disk; the file is sparse
+POOL_MIB_MAX = 256 << 10
+SHM_BYTES = 64 << 20
+CPU_PERIOD_US = 100_000
+NETWORKS = {"none": "none", "allow": "proxy", "open": "open"}
+
+
+class ContainerHandle:
+    """One container; see `backends.base.Handle`."""
+
+    def __init__(self, backend: "ContainerBackend", sandbox_id: str, guest: GuestConnection, counters: Counters) -> None:
+        self.sandbox_id = sandbox_id
+        self.guest = guest
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.listener: socket.socket | None = None
+        self.netns: int | None = None
+        self._backend = backend
+        self._counters = counters
+        self._platform = asyncio.Lock()
+        self._has_platform = False
+
+    async def destroy(self) -> None:
+        self.guest.close()
+        try:
+            await self._backend.discard(self.sandbox_id)
+        except NotFound:
+            pass  # destroyed before
+        finally:
+            self._backend.forget(self.sandbox_id)
+            self.release()
+
+    def release(self) -> None:
+        """Close the descriptors; the sandbox lives on."""
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+        if self.netns is not None:
+            os.close(self.netns)
+            self.netns = None
+
+    async def platform_leaf(self) -> None:
+        async with self._platform:
+            if not self._has_platform:
+                answer = await self._backend.request("leaf", id=self.sandbox_id)
+                await self.guest.reconnect(self._backend.take_socket(answer))
+                self._has_platform = True
+
+    def oom_kills(self) -> int:
+        return self._counters.oom_kills()
+
+    def stats(self) -> SandboxStats:
+        return self._counters.stats()
+
+
+class ContainerBackend:
+    """Containers on this host, started by a supervisor that outlives this process."""
+
+    capabilities = Capabilities(memory_snapshot=False, fork=False, own_kernel=False)
+
+    def __init__(self, state_dir: Path, images: ImageStore) -> None:
+        self._state_dir = state_dir
+        self._images = images
+        self._socket = state_dir / "supervisor.sock"
+        self._name = f"n{state_dir.stat().st_ino:x}-{state_dir.stat().st_dev:x}"
+        self._client: SupervisorClient | None = None
+        self._handles: dict[str, ContainerHandle] = {}
+        self._layers: dict[str, asyncio.Future[None]] = {}
+        self._cgroup = "v1"
+        self.supervisor_options: tuple[str, ...] = ()
+
+    def probe(self) -> Sequence[Requirement]:
+        return probe.requirements()
+
+    async def start(self) -> None:
+        try:
+            self._client = SupervisorClient.connect(self._socket, self._exited)
+        except OSError:
+            await self._spawn()
+            self._client = SupervisorClient.connect(self._socket, self._exited)
+        hello = (await self.request("hello", version=wire.VERSION)).message
+        if hello.number("version") != wire.VERSION:
+            raise RequirementMissing(
+                f"a supervisor of protocol version {hello.get('version')} is running sandboxes here, and this release "
+                f"speaks {wire.VERSION}: use the release that started it, or end its sandboxes first"
+            )
+        self._cgroup = hello.get("cgroup")
+
+    async def _spawn(self) -> None:
+        """Start a supervisor and wait until it listens."""
+        missing = [item for item in await asyncio.to_thread(self.probe) if not item.ok and item.needed_for == "container"]
+        if missing:
+            lines = "; ".join(f"{item.name}: {item.found} ({item.remedy})" for item in missing)
+            raise RequirementMissing(f"this host can't run containers yet: {lines}")
+        binaries = Path(barchan.__file__).parent / "_guest"
+        free_mib = shutil.disk_usage(self._state_dir).free >> 20
+        process = await asyncio.create_subprocess_exec(
+            binaries / "barchan-supervisor",
+            *("--socket", self._socket),
+            *("--pool", self._state_dir / "pool.img"),
+            *("--pool-mib", str(min(POOL_MIB_MAX, max(1024, int(free_mib * POOL_SHARE))))),
+            *("--cgroup", self._name),
+            *("--init", binaries / "barchan-init"),
+            *("--orphan-grace-s", str(ORPHAN_GRACE_S)),
+            *("--log", self._state_dir / "supervisor.log"),
+            *self.supervisor_options,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            line = (await process.stdout.readline()).decode().strip()
+        if line != "ready":
+            await process.wait()
+            raise RequirementMissing(f"the supervisor did not start: {line or 'no reason given'}; see {self._state_dir}/supervisor.log")
+
+    async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> ContainerHandle:
+        for layer in template.layers:
+            await self._mount(layer.digest, layer.kind, self._images.layer_path(layer))
+        request = asyncio.create_task(
+            self.request(
+                "create",
+                id=sandbox_id,
+                layers=":".join(layer.digest for layer in template.layers),
+                upper_bytes=spec.disk_mib << 20,
+                memory_bytes=spec.memory_mib << 20,
+                pids=spec.pids_max,
+                cpu_us=max(1000, int(spec.cpus * CPU_PERIOD_US)),
+                shm_bytes=min(SHM_BYTES, spec.memory_mib << 19),
+                hostname=spec.hostname,
+                network=NETWORKS[spec.network],
+            )
+        )
+        try:
+            handle = await self._take(sandbox_id, await asyncio.shield(request), spec.network)
+        except BaseException:
+            await asyncio.shield(self._abandon(sandbox_id, request))
+            raise
+        return handle
+
+    async def _abandon(self, sandbox_id: str, request: "asyncio.Task[Answer]") -> None:
+        """Remove what a failed or cancelled create made, once the supervisor has answered."""
+        try:
+            (await request).close()
+        except BootFailed:
+            return  # the supervisor removed it
+        await self.discard(sandbox_id)
+
+    async def adopt(self, sandbox_id: str) -> ContainerHandle:
+        answer = await self.request("attach", id=sandbox_id)
+        return await self._take(sandbox_id, answer, answer.message.get("network", ""))
+
+    async def _take(self, sandbox_id: str, answer: Answer, network: str) -> ContainerHandle:
+        """Make a handle of the supervisor's answer: connection, pidfd and, for a network, a third descriptor."""
+        sock = self.take_socket(answer)
+        os.close(answer.fds.pop(0))  # the pidfd: the supervisor watches the init for us
+        try:
+            guest = await GuestConnection.open(sock)
+        except (OSError, TimeoutError) as error:
+            answer.close()
+            raise BootFailed(f"the init of {sandbox_id} does not answer: {error}") from error
+        handle = ContainerHandle(self, sandbox_id, guest, Counters(self._name, sandbox_id, self._cgroup))
+        if answer.fds:
+            fd = answer.fds.pop(0)
+            if network == "open":
+                handle.netns = fd
+            else:
+                handle.listener = socket.socket(fileno=fd)
+        answer.close()
+        self._handles[sandbox_id] = handle
+        return handle
+
+    @staticmethod
+    def take_socket(answer: Answer) -> socket.socket:
+        if not answer.fds:
+            raise BackendError("the supervisor sent no connection")
+        sock = socket.socket(fileno=answer.fds.pop(0))
+        sock.setblocking(False)
+        return sock
+
+    async def _mount(self, digest: str, kind: str, path: Path) -> None:
+        """Mount a layer once; whoever needs it meanwhile waits for the same mount."""
+        mounted = self._layers.get(digest)
+        if mounted is None:
+            mounted = self._layers[digest] = asyncio.get_running_loop().create_future()
+            try:
+                (await self.request("layer", digest=digest, type=kind, path=os.fspath(path))).close()
+            except BaseException as error:
+                del self._layers[digest]
+                mounted.set_exception(BackendError(f"layer {digest} can't be mounted: {error}"))
+                mounted.exception()
+                raise
+            mounted.set_result(None)
+        await asyncio.shield(mounted)
+
+    async def found(self) -> list[str]:
+        answer = await self.request("list")
+        return [value.split(":", 1)[0] for key, value in answer.message.pairs if key == "sandbox"]
+
+    async def discard(self, sandbox_id: str) -> None:
+        (await self.request("destroy", id=sandbox_id)).close()
+
+    def forget(self, sandbox_id: str) -> None:
+        self._handles.pop(sandbox_id, None)
+
+    async def request(self, op: str, **keys: str | int) -> Answer:
+        if self._client is None:
+            raise BackendError("the container backend is not started")
+        return await self._client.request(op, **keys)
+
+    async def lost(self) -> None:
+        if self._client is not None:
+            await asyncio.shield(self._client.lost)
+
+    def _exited(self, sandbox_id: str, wstatus: int, oom_kills: int) -> None:
+        handle = self._handles.get(sandbox_id)
+        if handle is not None and not handle.ended.done():
+            handle.ended.set_result(Ended(wstatus=wstatus, oom_kills=oom_kills))
+            handle.guest.guest_gone(init_died(sandbox_id, wstatus))
+
+    async def close(self) -> None:
+        for handle in list(self._handles.values()):
+            handle.guest.close()
+            handle.release()
+        if self._client is not None:
+            self._client.close()
+
+    async def shutdown(self) -> None:
+        (await self.request("shutdown")).close()
+        await self.close()

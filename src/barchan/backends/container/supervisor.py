@@ -1,0 +1,155 @@
+"""The node's end of the supervisor's socket: requests with descriptors in the answers."""
+
+import array
+import asyncio
+import itertools
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from barchan.errors import BackendError, BootFailed, ConnectionLost, NotFound
+from barchan.wire import supervisor as wire
+
+REQUEST_TIMEOUT_S = 60.0
+
+
+class Answer:
+    """A reply and the descriptors that came with it; whoever takes it owns them."""
+
+    def __init__(self, message: wire.Message, fds: list[int]) -> None:
+        self.message = message
+        self.fds = fds
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+class SupervisorClient:
+    """One connection to the supervisor. `on_exit(sandbox_id, wstatus, oom_kills)` is called when a guest ends on its own."""
+
+    def __init__(self, sock: socket.socket, on_exit: Callable[[str, int, int], None]) -> None:
+        self._sock = sock
+        self._on_exit = on_exit
+        self._tags = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+        sock.setblocking(False)
+        self._loop.add_reader(sock.fileno(), self._readable)
+
+    @classmethod
+    def connect(cls, path: Path, on_exit: Callable[[str, int, int], None]) -> "SupervisorClient":
+        """Connect to a live supervisor of our own user.
+
+        Raises:
+            OSError: There is none.
+            BackendError: Somebody else listens there.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock.connect(os.fspath(path))
+            _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid != os.geteuid():
+                raise BackendError(f"the supervisor's socket {path} belongs to user {uid}")
+            return cls(sock, on_exit)
+        except BaseException:
+            sock.close()
+            raise
+
+    def close(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(ConnectionLost("the supervisor closed the connection"))
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    async def request(self, op: str, **keys: str | int) -> Answer:
+        """One request; waits for its answer.
+
+        Raises:
+            BootFailed: The supervisor says that it failed, with the stage and errno.
+            ConnectionLost: The supervisor is gone.
+        """
+        tag = next(self._tags)
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._waiting[tag] = future
+        try:
+            await self._send(wire.encode(op, tag=tag, **keys))
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                answer = await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().close()
+            raise
+        except TimeoutError as error:
+            raise BackendError(f"the supervisor did not answer {op!r} within {REQUEST_TIMEOUT_S:g} s") from error
+        finally:
+            self._waiting.pop(tag, None)
+        if answer.message.word == "error":
+            answer.close()
+            raise _failure(op, answer.message)
+        return answer
+
+    async def _send(self, packet: bytes) -> None:
+        while True:
+            try:
+                self._sock.send(packet)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.002)
+            except OSError as error:
+                self.close()
+                raise ConnectionLost(f"the supervisor is gone: {error.strerror}") from error
+
+    def _readable(self) -> None:
+        for _ in range(64):
+            try:
+                data, ancillary, flags, _ = self._sock.recvmsg(
+                    wire.PACKET_BYTES_MAX, socket.CMSG_SPACE(wire.FDS_MAX * 4), socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return
+            except OSError:
+                self.close()
+                return
+            if not data:
+                self.close()
+                return
+            self._take(Answer(wire.decode(data), _descriptors(ancillary)))
+
+    def _take(self, answer: Answer) -> None:
+        message = answer.message
+        if message.word == "exit":
+            self._on_exit(message.get("id"), message.number("wstatus"), message.number("oom_kills", 0))
+            return
+        future = self._waiting.get(message.number("tag"))
+        if future is None or future.done():
+            answer.close()
+        else:
+            future.set_result(answer)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
+
+
+def _failure(op: str, message: wire.Message) -> Exception:
+    stage, number = message.get("stage", "?"), message.number("errno", 0)
+    text = message.get("message", "") or os.strerror(number)
+    if stage == "unknown_id":
+        return NotFound(f"the supervisor knows no such sandbox: {text}")
+    if op == "create":
+        return BootFailed(f"the sandbox did not start: {stage}: {text}", stage=stage, errno=number)
+    return BackendError(f"the supervisor failed at {op}: {stage}: {text}", stage=stage, errno=number)

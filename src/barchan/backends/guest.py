@@ -1,0 +1,389 @@
+"""A node's end of the connection to one guest init, whatever carries it."""
+
+import asyncio
+import errno
+import itertools
+import os
+import socket
+from collections import OrderedDict
+from typing import Protocol, cast
+
+from barchan.errors import (
+    BackendError,
+    CallerError,
+    Conflict,
+    ConnectionLost,
+    InitDied,
+    InvalidSpec,
+    NotFound,
+    ReadTimeout,
+    RemoteProtocolError,
+)
+from barchan.wire import guest as wire
+
+REPLY_TIMEOUT_S = 15.0
+ENDED_KEPT_MAX = 64
+
+
+class Reader:
+    """Somebody who takes a process's output in order, from `offsets` on.
+
+    Attributes:
+        next_offset: Per stream, the byte wanted next.
+        consumed: Per stream, up to where it is done; the guest is held back about 1 MiB beyond the slowest reader.
+    """
+
+    def __init__(self, stdout_offset: int = 0, stderr_offset: int = 0) -> None:
+        self.next_offset = {wire.STDOUT: stdout_offset, wire.STDERR: stderr_offset}
+        self.consumed = dict(self.next_offset)
+
+    def output(self, stream: int, offset: int, data: bytes) -> None:
+        """Take bytes. An offset beyond the end of the last ones says that some were lost."""
+        raise NotImplementedError
+
+    def finished(self) -> None:
+        """The main process has ended, and all it wrote was given."""
+
+    def closed(self, stream: int) -> None:
+        """Nobody can write to this stream any more."""
+
+    def lost(self, error: Exception) -> None:
+        """The guest is gone."""
+
+
+class GuestProcess:
+    """One start in the guest, as the node sees it. Output goes to any number of readers."""
+
+    __slots__ = ("_acked", "_connection", "ended", "exit", "handle", "pid", "process_id", "readers", "streams_closed", "timed_out")
+
+    def __init__(self, connection: "GuestConnection", process_id: str, started: wire.Started) -> None:
+        self._connection = connection
+        self.process_id = process_id
+        self.handle = started.handle
+        self.pid = started.pid
+        self.exit: wire.Exit | None = None
+        self.timed_out = False
+        self.ended: asyncio.Future[wire.Exit] = connection.loop.create_future()
+        self.readers: list[Reader] = []
+        self.streams_closed: set[int] = set()
+        self._acked = {wire.STDOUT: 0, wire.STDERR: 0}
+
+    async def add_reader(self, reader: Reader) -> wire.Spool:
+        """Give `reader` the output from its offsets on; those who are ahead see nothing twice. Returns what the spool holds."""
+        self.readers.append(reader)
+        try:
+            return await self.follow_again()
+        except BaseException:
+            self.remove_reader(reader)
+            raise
+
+    async def follow_again(self) -> wire.Spool:
+        """Ask the init to push from the lowest offset that a reader still wants."""
+        lowest = {stream: min(reader.next_offset[stream] for reader in self.readers) for stream in self._acked}
+        self._acked = dict(lowest)
+        frame = await self._connection.request(
+            lambda tag: wire.follow(tag, self.handle, lowest[wire.STDOUT], lowest[wire.STDERR])
+        )
+        return wire.decode_spool(frame.body)
+
+    @property
+    def all_closed(self) -> bool:
+        """Nobody can write to its streams any more."""
+        return len(self.streams_closed) == 2
+
+    def remove_reader(self, reader: Reader) -> None:
+        if reader in self.readers:
+            self.readers.remove(reader)
+
+    def take_output(self, pushed: wire.Output) -> None:
+        stream, end = pushed.stream, pushed.offset + len(pushed.data)
+        for reader in list(self.readers):
+            wanted = reader.next_offset[stream]
+            if end <= wanted:
+                continue
+            skip = max(0, wanted - pushed.offset)
+            reader.next_offset[stream] = end
+            reader.output(stream, pushed.offset + skip, pushed.data[skip:] if skip else pushed.data)
+        self.acknowledge(stream)
+
+    def acknowledge(self, stream: int) -> None:
+        """Tell the init how far all readers have come, in steps worth a frame."""
+        if not self.readers:
+            return
+        offset = min(reader.consumed[stream] for reader in self.readers)
+        if offset - self._acked[stream] >= wire.WINDOW_BYTES // 4:
+            self._acked[stream] = offset
+            self._connection.send(wire.ack(self.handle, stream, offset))
+
+    def take_exit(self, pushed: wire.Exit) -> None:
+        self.exit = pushed
+        if not self.ended.done():
+            self.ended.set_result(pushed)
+        for reader in list(self.readers):
+            reader.finished()
+
+    def take_end(self, pushed: wire.End) -> None:
+        self.streams_closed.add(pushed.stream)
+        for reader in list(self.readers):
+            reader.closed(pushed.stream)
+
+    def take_loss(self, error: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # it is for whoever asks; nobody has to
+        for reader in list(self.readers):
+            reader.lost(error)
+
+
+class GuestConnection(asyncio.Protocol):
+    """Frames to and from one init. A lost connection proves nothing: `reconnect` takes a new one and goes on."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.processes: dict[int, GuestProcess] = {}
+        self.by_id: dict[str, GuestProcess] = {}
+        self.last_used = self.loop.time()
+        self._ended: OrderedDict[str, GuestProcess] = OrderedDict()
+        self._tags = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[wire.Frame]] = {}
+        self._starting: dict[int, tuple[str, Reader | None]] = {}
+        self._transport: asyncio.Transport | None = None
+        self._reader = wire.FrameReader()
+        self._greeted: asyncio.Future[None] = self.loop.create_future()
+        self._gone: Exception | None = None
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> "GuestConnection":
+        """Take over a socket on which the HELLO was already sent, and wait for its answer."""
+        connection = cls()
+        await connection.reconnect(sock)
+        return connection
+
+    async def reconnect(self, sock: socket.socket) -> None:
+        """Go on over a new socket: every followed process is followed again from where its readers are."""
+        old, self._transport = self._transport, None
+        if old is not None:
+            old.abort()
+        self._reader = wire.FrameReader()
+        self._greeted = self.loop.create_future()
+        await self.loop.create_unix_connection(lambda: self, sock=sock)
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
+            await self._greeted
+        for process in list(self.processes.values()):
+            if process.readers:
+                await process.follow_again()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def guest_gone(self, error: Exception) -> None:
+        """The guest itself has ended: everyone who waits for it is told."""
+        self._gone = error
+        self.close()
+        self._fail_waiting(error)
+        for process in list(self.processes.values()):
+            process.take_loss(error)
+        self.processes.clear()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._reader.feed(data):
+                self._take(frame)
+        except RemoteProtocolError as error:
+            self.guest_gone(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._greeted.done():
+            self._greeted.set_exception(ConnectionLost("the guest init closed the connection"))
+        self._fail_waiting(self._gone or ConnectionLost("the connection to the guest init was lost"))
+
+    def _fail_waiting(self, error: Exception) -> None:
+        waiting, self._waiting = self._waiting, {}
+        self._starting.clear()
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _take(self, frame: wire.Frame) -> None:
+        if frame.tag:
+            self._take_reply(frame)
+            return
+        pushed = wire.decode_pushed(frame)
+        process = self.processes.get(pushed.handle)
+        if process is None:
+            return
+        if isinstance(pushed, wire.Output):
+            process.take_output(pushed)
+        elif isinstance(pushed, wire.End):
+            process.take_end(pushed)
+        else:
+            process.take_exit(pushed)
+            self._retire(process)
+
+    def _take_reply(self, frame: wire.Frame) -> None:
+        if frame.tag == wire.HELLO_TAG:
+            if not self._greeted.done():
+                if frame.kind == wire.ERROR or wire.decode_hello(frame.body) != wire.VERSION:
+                    self._greeted.set_exception(BackendError("the guest init speaks another protocol version"))
+                else:
+                    self._greeted.set_result(None)
+            return
+        starting = self._starting.pop(frame.tag, None)
+        if starting is not None and frame.kind != wire.ERROR:
+            self._register(starting[0], wire.decode_started(frame.body), starting[1])
+        future = self._waiting.pop(frame.tag, None)
+        if future is not None and not future.done():
+            future.set_result(frame)
+
+    def _register(self, process_id: str, started: wire.Started, reader: Reader | None) -> GuestProcess:
+        """Known before the next frame is read, so that output pushed right behind the reply finds its process."""
+        process = self.processes.get(started.handle)
+        if process is None:
+            process = GuestProcess(self, process_id, started)
+            self.processes[started.handle] = process
+            self.by_id[process_id] = process
+            self._ended.pop(process_id, None)
+        if reader is not None and not started.existing:
+            process.readers.append(reader)
+        return process
+
+    def _retire(self, process: GuestProcess) -> None:
+        """Remember a bounded number of ended processes; older ones are asked of the init again when needed."""
+        self._ended[process.process_id] = process
+        self._ended.move_to_end(process.process_id)
+        while len(self._ended) > ENDED_KEPT_MAX:
+            oldest = next((item for item in self._ended.values() if not item.readers), None)
+            if oldest is None:
+                return
+            del self._ended[oldest.process_id]
+            self.processes.pop(oldest.handle, None)
+            self.by_id.pop(oldest.process_id, None)
+
+    # requests
+
+    def send(self, data: bytes) -> None:
+        if self._gone is not None:
+            raise self._gone
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionLost("there is no connection to the guest init now")
+        self._transport.write(data)
+
+    async def request(self, make: "RequestMaker", *, timeout_s: float = REPLY_TIMEOUT_S) -> wire.Frame:
+        """Send one request and return its reply.
+
+        Raises:
+            ConnectionLost: No answer because the connection went; the request may or may not have been carried out.
+            ReadTimeout: No answer in time.
+            OSError: The init's ERROR, with its errno.
+        """
+        tag = next(self._tags) & 0x7FFFFFFF
+        return await self._exchange(tag, make(tag), timeout_s)
+
+    async def _exchange(self, tag: int, data: bytes, timeout_s: float) -> wire.Frame:
+        future: asyncio.Future[wire.Frame] = self.loop.create_future()
+        self._waiting[tag] = future
+        timer = self.loop.call_later(timeout_s, _expire, future, timeout_s)
+        try:
+            self.send(data)
+            frame = await future
+        finally:
+            timer.cancel()
+            self._waiting.pop(tag, None)
+        if frame.kind == wire.ERROR:
+            number, message = wire.decode_error(frame.body)
+            raise OSError(number, message)
+        return frame
+
+    async def start(self, start: wire.Start, reader: Reader | None) -> GuestProcess:
+        """Start a program or applet, or find the one that this id started before. `reader` gets the output from its offsets on.
+
+        Raises:
+            Conflict: The id was used for something else.
+        """
+        tag = next(self._tags) & 0x7FFFFFFF
+        self._starting[tag] = (start.process_id, reader)
+        try:
+            frame = await self._exchange(tag, start.encode(tag), REPLY_TIMEOUT_S)
+        except OSError as error:
+            raise _start_error(error, start.process_id) from error
+        finally:
+            self._starting.pop(tag, None)
+        started = wire.decode_started(frame.body)
+        process = self.processes.get(started.handle)
+        if process is None:  # it ended and was retired between the reply and this line
+            process = self._register(start.process_id, started, None)
+        if started.existing and reader is not None:
+            await process.add_reader(reader)
+        return process
+
+    async def find(self, process_id: str) -> GuestProcess:
+        """A process started earlier, perhaps under another node.
+
+        Raises:
+            NotFound: Nothing was started under this id.
+        """
+        known = self.by_id.get(process_id)
+        if known is not None:
+            return known
+        try:
+            frame = await self.request(lambda tag: wire.lookup(tag, process_id))
+        except OSError as error:
+            raise NotFound(f"no process {process_id!r} was started in this sandbox", process_id=process_id) from error
+        return self._register(process_id, wire.decode_started(frame.body), None)
+
+    async def signal(self, process: GuestProcess, signo: int, scope: wire.Scope) -> int:
+        frame = await self.request(lambda tag: wire.signal(tag, process.handle, signo, scope))
+        return wire.decode_number(frame.body, "<I")
+
+    async def write_stdin(self, process: GuestProcess, offset: int, data: bytes, *, eof: bool, timeout_s: float) -> int:
+        """Write one piece (at most 256 KiB); returns the offset reached. A process that reads no more takes nothing."""
+        frame = await self.request(
+            lambda tag: wire.stdin(tag, process.handle, offset, data, eof=eof), timeout_s=timeout_s
+        )
+        return wire.decode_number(frame.body, "<Q")
+
+    async def listed(self) -> list[wire.Listed]:
+        found: list[wire.Listed] = []
+        while True:
+            first = found[-1].handle + 1 if found else 0
+            page = wire.decode_list((await self.request(lambda tag, at=first: wire.list_from(tag, at))).body)
+            found += page
+            if len(page) < 1000:
+                return found
+
+    async def ping(self, timeout_s: float = REPLY_TIMEOUT_S) -> wire.Pong:
+        return wire.decode_pong((await self.request(wire.ping, timeout_s=timeout_s)).body)
+
+    @property
+    def running(self) -> int:
+        return sum(process.exit is None for process in self.processes.values())
+
+
+class RequestMaker(Protocol):
+    def __call__(self, tag: int, /) -> bytes: ...
+
+
+def _expire(future: asyncio.Future[wire.Frame], timeout_s: float) -> None:
+    if not future.done():
+        future.set_exception(ReadTimeout(f"the guest init did not answer within {timeout_s:g} s"))
+
+
+def _start_error(error: OSError, process_id: str) -> Exception:
+    if error.errno == errno.EEXIST:
+        return Conflict(f"process id {process_id!r} was used for something else", process_id=process_id)
+    if error.errno in (errno.EINVAL, errno.E2BIG, errno.ENAMETOOLONG):
+        return InvalidSpec(f"the guest can't start this: {error.strerror}", process_id=process_id)
+    if error.errno in (errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFILE):
+        return CallerError(f"the guest has no room for another process: {error.strerror}", process_id=process_id)
+    return BackendError(f"the guest init could not start it: {error.strerror}", errno=error.errno or 0)
+
+
+def init_died(sandbox_id: str, wstatus: int) -> InitDied:
+    how = f"signal {os.WTERMSIG(wstatus)}" if os.WIFSIGNALED(wstatus) else f"exit code {os.WEXITSTATUS(wstatus)}"
+    return InitDied(f"the init of {sandbox_id} ended by {how}", wstatus=wstatus)

@@ -1,0 +1,59 @@
+"""May one more sandbox start here, now, later or not? Pure: counts in, decision out."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from barchan.errors import CapacityError
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """Bounds of one node. Starting is bounded apart from running, since starting is what costs CPU.
+
+    Attributes:
+        starting_max: Sandboxes being made at once.
+        queued_max: Creates waiting for a place among those.
+        running_max: Live sandboxes.
+        memory_reserve_mib: Host memory that must stay available.
+        disk_reserve_mib: Host disk that must stay free.
+    """
+
+    starting_max: int
+    queued_max: int
+    running_max: int
+    memory_reserve_mib: int = 512
+    disk_reserve_mib: int = 1024
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """What a node carries at this moment."""
+
+    starting: int
+    queued: int
+    running: int
+    memory_available_mib: int
+    disk_available_mib: int
+    start_ms_p50: float
+
+
+Decision = Literal["start", "queue"]
+
+
+def decide(limits: Limits, load: Load) -> Decision:
+    """Let one more sandbox start now or wait for its turn.
+
+    Raises:
+        CapacityError: Neither; `retry_after_ms` estimates when asking again makes sense.
+    """
+    if load.running + load.starting + load.queued >= limits.running_max:
+        raise CapacityError(f"this node runs its {limits.running_max} sandboxes", retry_after_ms=1000)
+    if load.memory_available_mib < limits.memory_reserve_mib:
+        raise CapacityError(f"only {load.memory_available_mib} MiB of memory are available", retry_after_ms=2000)
+    if load.disk_available_mib < limits.disk_reserve_mib:
+        raise CapacityError(f"only {load.disk_available_mib} MiB of disk are free", retry_after_ms=5000)
+    if load.starting < limits.starting_max:
+        return "start"
+    if load.queued >= limits.queued_max:
+        turn_ms = load.start_ms_p50 * load.queued / limits.starting_max
+        raise CapacityError(f"{load.queued} creates are waiting already", retry_after_ms=max(10, int(turn_ms)))
+    return "queue"

@@ -1,0 +1,1 @@
+"""The node agent: owns the sandboxes of one machine."""

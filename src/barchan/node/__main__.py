@@ -1,0 +1,156 @@
+"""`python -m barchan.node`: one node agent, from start to its end when idle and empty."""
+
+import argparse
+import asyncio
+import fcntl
+import os
+import resource
+import secrets
+import signal
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from barchan.errors import BarchanError, Conflict, InvalidSpec
+from barchan.node.admission import default_limits
+from barchan.node.http import Server
+from barchan.node.sandboxes import Sandboxes
+from barchan.wire.api import error_body
+
+IDLE_CHECK_S = 1.0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="barchan.node", description="Run the node agent of this machine.")
+    parser.add_argument("--state-dir", type=Path, required=True, help="where this node keeps everything it owns")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="also serve HTTP here, with a bearer token")
+    parser.add_argument("--token-file", type=Path, help="holds the token; made with a fresh one if missing")
+    parser.add_argument("--idle-exit-s", type=float, default=30.0, help="end after this long idle and empty; 0: never")
+    parser.add_argument("--ready-fd", type=int, help="write `ready`, or an error as JSON, here once")
+    return parser.parse_args()
+
+
+def _say(ready_fd: int | None, line: bytes) -> None:
+    if ready_fd is not None:
+        os.write(ready_fd, line + b"\n")
+        os.close(ready_fd)
+
+
+def _lock(state_dir: Path) -> int:
+    """Hold the state directory for the life of this process."""
+    fd = os.open(state_dir / "node.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise Conflict(f"another node runs in {state_dir}") from None
+    return fd
+
+
+def _token(path: Path) -> str:
+    """The token in `path`, made on first use, readable by its owner only."""
+    if not path.exists():
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+    token = path.read_text().strip()
+    if len(token) < 16:
+        raise InvalidSpec(f"the token in {path} is shorter than 16 characters")
+    return token
+
+
+def _address(listen: str) -> tuple[str, int]:
+    host, separator, port = listen.rpartition(":")
+    if not separator or not port.isdigit():
+        raise InvalidSpec(f"--listen {listen}: give HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+async def _serve(arguments: argparse.Namespace, sandboxes: Sandboxes) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    runners = []
+    socket_path = arguments.state_dir / "node.sock"
+    try:
+        await sandboxes.start()
+        local = web.AppRunner(
+            Server(sandboxes, None, stop, os.getpid()).application(), access_log=None, handler_cancellation=True
+        )
+        runners.append(local)
+        await local.setup()
+        socket_path.unlink(missing_ok=True)
+        await web.UnixSite(local, os.fspath(socket_path), backlog=1024).start()
+        if arguments.listen:
+            token = _token(arguments.token_file or arguments.state_dir / "token")
+            remote = web.AppRunner(
+                Server(sandboxes, token, stop, os.getpid()).application(), access_log=None, handler_cancellation=True
+            )
+            runners.append(remote)
+            await remote.setup()
+            await web.TCPSite(remote, *_address(arguments.listen), backlog=1024).start()
+        _say(arguments.ready_fd, b"ready")
+        arguments.ready_fd = None
+        await _until_idle(stop, sandboxes, arguments.idle_exit_s)
+        socket_path.unlink(missing_ok=True)  # a client that comes now starts the next node
+        if not sandboxes.live:
+            await sandboxes.shutdown()
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+        await sandboxes.close()
+
+
+async def _until_idle(stop: asyncio.Event, sandboxes: Sandboxes, idle_exit_s: float) -> None:
+    """Return when told to stop, or when nothing has lived or been asked here for `idle_exit_s`."""
+    loop = asyncio.get_running_loop()
+    while not stop.is_set():
+        try:
+            async with asyncio.timeout(IDLE_CHECK_S):
+                await stop.wait()
+        except TimeoutError:
+            if sandboxes.live or sandboxes.leases.held:
+                sandboxes.touch()
+            elif idle_exit_s and loop.time() - sandboxes.last_used > idle_exit_s:
+                return
+
+
+async def _run(arguments: argparse.Namespace) -> None:
+    version = metadata.version("barchan")
+    sandboxes = Sandboxes(arguments.state_dir, default_limits(), version)
+    await _serve(arguments, sandboxes)
+
+
+def main() -> int:
+    """Run a node; returns its exit code."""
+    arguments = _arguments()
+    os.umask(0o077)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(hard, 1 << 20) if os.geteuid() == 0 else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, wanted))
+    try:
+        arguments.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = _lock(arguments.state_dir)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_run(arguments))
+        os.close(lock)
+    except BarchanError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        _say(arguments.ready_fd, msgspec.json.encode(error_body(error)))
+        return 1
+    return 0
+
+
+def _loop_factory() -> "type[asyncio.AbstractEventLoop] | None":
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Holds creates back to what the host can start at once; the decision itself is `core.admission`."""
+
+import asyncio
+import os
+import shutil
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from barchan.core.admission import Limits, Load, decide
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def memory_available_mib() -> int:
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) >> 10
+    return 0
+
+
+def default_limits() -> Limits:
+    """Bounds fit for this host: 4 starts per processor, and live sandboxes as memory lets (about 4 MiB each when idle)."""
+    cpus = os.cpu_count() or 1
+    return Limits(
+        starting_max=4 * cpus,
+        queued_max=4096,
+        running_max=min(30_000, max(16, memory_available_mib() // 4)),
+    )
+
+
+class Admission:
+    """Counts starts; `slot()` is held while one sandbox is being made."""
+
+    def __init__(self, limits: Limits, state_dir: Path) -> None:
+        self.limits = limits
+        self.starting = 0
+        self._state_dir = state_dir
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._recent_ms: deque[float] = deque([5.0], maxlen=64)
+        self._host = (0, 0)
+        self._host_read_at = -1.0
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def load(self, running: int) -> Load:
+        now = asyncio.get_running_loop().time()
+        if now - self._host_read_at > 0.25:  # these two cost 100 us; a quarter second is fresh enough for a reserve
+            self._host = (memory_available_mib(), shutil.disk_usage(self._state_dir).free >> 20)
+            self._host_read_at = now
+        return Load(
+            starting=self.starting,
+            queued=self.queued,
+            running=running,
+            memory_available_mib=self._host[0],
+            disk_available_mib=self._host[1],
+            start_ms_p50=sorted(self._recent_ms)[len(self._recent_ms) // 2],
+        )
+
+    @asynccontextmanager
+    async def slot(self, running: int) -> AsyncIterator[None]:
+        """Wait for a turn to start a sandbox.
+
+        Raises:
+            CapacityError: There is no room, not even to wait.
+        """
+        if decide(self.limits, self.load(running)) == "queue":
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._queue.append(turn)
+            try:
+                await turn  # whoever leaves hands its place over, so `starting` stays as it is
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._pass_on()
+                else:
+                    self._queue.remove(turn)
+                raise
+        else:
+            self.starting += 1
+        began = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self._recent_ms.append((asyncio.get_running_loop().time() - began) * 1e3)
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.starting -= 1

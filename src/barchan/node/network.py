@@ -1,0 +1,57 @@
+"""A sandbox's way out, by its spec: none, through the egress proxy, or open."""
+
+from contextlib import AsyncExitStack
+
+from barchan.backends.base import Handle
+from barchan.errors import BackendError
+from barchan.model.sandbox import SandboxSpec
+from barchan.node.egress import EgressEvent, EgressProxy, proxy_env
+from barchan.node.files import Files
+from barchan.node.open_network import RESOLV_CONF, OpenNetwork
+
+EVENTS_KEPT_MAX = 1000
+
+
+class Network:
+    """What serves one sandbox's network; `events` are the egress proxy's last decisions."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+        self.events: list[EgressEvent] = []
+
+    @staticmethod
+    def env(spec: SandboxSpec) -> dict[str, str]:
+        """Variables a guest needs to find its way out."""
+        return proxy_env() if spec.network == "allow" else {}
+
+    @classmethod
+    async def open(cls, spec: SandboxSpec, handle: Handle, files: Files) -> "Network | None":
+        """Serve the network that `spec` asks for; None when it asks for none.
+
+        Raises:
+            RequirementMissing: `open` needs a program that is not installed.
+        """
+        if spec.network == "none":
+            return None
+        network = cls()
+        try:
+            if spec.network == "allow":
+                if handle.listener is None:
+                    raise BackendError("the backend gave no listener for the egress proxy")
+                await network._stack.enter_async_context(EgressProxy(handle.listener, spec.allow_hosts, network._event))
+            else:
+                if handle.netns is None:
+                    raise BackendError("the backend gave no network namespace")
+                await network._stack.enter_async_context(OpenNetwork(handle.netns))
+                await files.run("write", "/etc/resolv.conf", "644", "0", user="root", stdin=RESOLV_CONF)
+        except BaseException:
+            await network.close()
+            raise
+        return network
+
+    def _event(self, event: EgressEvent) -> None:
+        self.events.append(event)
+        del self.events[:-EVENTS_KEPT_MAX]
+
+    async def close(self) -> None:
+        await self._stack.aclose()

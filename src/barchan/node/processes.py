@@ -1,0 +1,320 @@
+"""Programs in one sandbox: starting, deadlines, stdin, results."""
+
+import asyncio
+import os
+import resource
+import signal as signals
+import uuid
+from collections.abc import Iterable
+
+from barchan.backends.base import Handle
+from barchan.backends.guest import GuestProcess
+from barchan.errors import ConnectionLost, InvalidSpec, ReadTimeout, TransportError
+from barchan.image.template import Template
+from barchan.model.sandbox import ExecRequest, ExecResult, ProcessInfo, SandboxSpec, StartRequest, Usage
+from barchan.node.collect import Collector
+from barchan.wire import guest as wire
+from barchan.wire.guest import Scope, StartFlag
+
+BACKSTOP_MARGIN_S = 5.0
+KILL_WAIT_S = 20.0
+RECONNECT_WAIT_S = 10.0
+EXEC_SPOOL_BYTES = 4 << 20
+STDIN_INLINE_MAX = 1 << 20
+ARG_BYTES_MAX = 131_000  # the kernel takes 128 KiB per string
+SHELL_NAMES = ("/bin/bash", "/bin/sh")
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_RLIMITS = {name[7:].lower(): getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+_UNLIMITED = (1 << 64) - 1
+
+
+class Defaults:
+    """What every start in a sandbox gets unless its request says otherwise."""
+
+    def __init__(self, spec: SandboxSpec, template: Template, extra_env: dict[str, str]) -> None:
+        self.env = {"PATH": PATH, "LANG": "C.UTF-8", **template.env, **extra_env, **spec.env}
+        self.cwd = spec.workdir or template.workdir or "/"
+        self.user = spec.user or template.user or "root"
+        self.shell = SHELL_NAMES[-1]
+
+
+class Processes:
+    """The programs of one sandbox. Deadlines are the node's; the init's backstop comes a little later."""
+
+    def __init__(self, handle: Handle, defaults: Defaults) -> None:
+        self._handle = handle
+        self._guest = handle.guest
+        self._defaults = defaults
+        self._oom_killed: set[str] = set()
+        self._oom_seen = handle.oom_kills()
+        self._feeders: set[asyncio.Task[None]] = set()
+        self.active = 0  # requests being served, for the idle timeout
+
+    # building a START
+
+    def _argv(self, argv: tuple[str, ...] | None, shell: str | None) -> tuple[tuple[str, ...], bytes]:
+        """The argument vector, and the script that goes by descriptor when it is too long for an argument."""
+        if (argv is None) == (shell is None):
+            raise InvalidSpec("give exactly one of argv and shell")
+        if argv is not None:
+            if not argv:
+                raise InvalidSpec("argv is empty: give at least the program")
+            longest = max(len(item.encode("utf-8", "surrogateescape")) for item in argv)
+            if longest > ARG_BYTES_MAX:
+                raise InvalidSpec(f"one argument has {longest} bytes; the kernel takes 128 KiB: pass it by stdin or a file")
+            return argv, b""
+        assert shell is not None
+        raw = shell.encode("utf-8", "surrogateescape")
+        if len(raw) <= ARG_BYTES_MAX:
+            return (self._defaults.shell, "-c", shell), b""
+        return (self._defaults.shell, "/proc/self/fd/3"), raw
+
+    def _limits(self, limits: dict[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
+        unknown = sorted(set(limits) - set(_RLIMITS))
+        if unknown:
+            raise InvalidSpec(f"no resource limit {unknown[0]!r}; there are: {', '.join(sorted(_RLIMITS))}")
+        return [
+            (_RLIMITS[name], *(_UNLIMITED if value < 0 else value for value in pair)) for name, pair in limits.items()
+        ]
+
+    def _start(self, request: ExecRequest | StartRequest, flags: StartFlag, spool_bytes: int) -> wire.Start:
+        argv, script = self._argv(request.argv, request.shell)
+        if request.merge_stderr:
+            flags |= StartFlag.MERGE
+        if request.platform:
+            flags |= StartFlag.PLATFORM
+        inline = len(request.stdin) <= STDIN_INLINE_MAX
+        if not inline:
+            flags |= StartFlag.STDIN
+        backstop_s = 0.0 if request.timeout_s is None else request.timeout_s + BACKSTOP_MARGIN_S
+        return wire.Start(
+            process_id=request.process_id or uuid.uuid4().hex,
+            argv=argv,
+            flags=flags,
+            spool_bytes=spool_bytes,
+            backstop_ms=min(int(backstop_s * 1000), 0xFFFFFFFF),
+            rows=request.rows if isinstance(request, StartRequest) else 24,
+            cols=request.cols if isinstance(request, StartRequest) else 80,
+            user=self._defaults.user if request.user is None else request.user,
+            cwd=self.path(request.cwd or "."),
+            env={**self._defaults.env, **request.env} if request.env else self._defaults.env,
+            limits=self._limits(request.rlimits) if request.rlimits else (),
+            script=script,
+            stdin=request.stdin if inline else b"",
+        )
+
+    def path(self, path: str) -> str:
+        """A guest path made absolute against the sandbox's working directory."""
+        if "\0" in path or not path:
+            raise InvalidSpec(f"not a path: {path[:60]!r}")
+        return self._defaults.cwd if path == "." else os.path.join(self._defaults.cwd, path)  # noqa: PTH118 (a guest's path)
+
+    # running
+
+    async def exec(self, request: ExecRequest) -> ExecResult:
+        """Run to the end. Losing the caller changes nothing: the same request finds the same process."""
+        if request.platform:
+            await self._handle.platform_leaf()
+        start = self._start(request, StartFlag.BLOCK | StartFlag.FOLLOW, EXEC_SPOOL_BYTES)
+        collector = Collector(request.max_output_bytes)
+        process = await self._patient_start(start, collector)
+        self._feed(process, request.stdin)
+        timer = self._guest.loop.call_later(request.timeout_s, self._deadline, process)
+        try:
+            await collector.done
+        finally:
+            timer.cancel()
+            process.remove_reader(collector)
+        return self._result(process, collector)
+
+    async def start(self, request: StartRequest) -> ProcessInfo:
+        """Start in the background."""
+        if request.platform:
+            await self._handle.platform_leaf()
+        flags = StartFlag(0)
+        if request.overflow == "block":
+            flags |= StartFlag.BLOCK
+        if request.pty:
+            flags |= StartFlag.PTY
+        if request.stdin_open or request.pty:
+            flags |= StartFlag.STDIN
+        process = await self._patient_start(self._start(request, flags, request.spool_bytes), None)
+        self._feed(process, request.stdin)
+        if request.timeout_s is not None and process.exit is None:
+            self._guest.loop.call_later(request.timeout_s, self._deadline, process)
+        return self.info(process)
+
+    async def _patient_start(self, start: wire.Start, collector: Collector | None) -> GuestProcess:
+        """Start; if the connection goes at that moment, ask again by the same id, which never runs it twice."""
+        until = self._guest.loop.time() + RECONNECT_WAIT_S
+        while True:
+            try:
+                return await self._guest.start(start, collector)
+            except ConnectionLost:
+                if self._guest.loop.time() > until:
+                    raise
+                await asyncio.sleep(0.05)
+
+    def _feed(self, process: GuestProcess, data: bytes) -> None:
+        """Write a long stdin piece by piece beside the process."""
+        if len(data) <= STDIN_INLINE_MAX or process.exit is not None:
+            return
+        task = self._guest.loop.create_task(self._write_all(process, data))
+        self._feeders.add(task)
+        task.add_done_callback(self._feeders.discard)
+
+    async def _write_all(self, process: GuestProcess, data: bytes) -> None:
+        try:
+            await self.write_stdin(process, 0, data, eof=True)
+        except (BrokenPipeError, OSError, TransportError):
+            return  # the process reads no more, or is gone: what it did is in its result
+
+    async def write_stdin(self, process: GuestProcess, offset: int, data: bytes, *, eof: bool) -> int:
+        """Write at an offset of the process's stdin; returns the offset reached."""
+        view = memoryview(data)
+        reached = offset
+        while True:
+            piece = bytes(view[: wire.STDIN_BYTES_MAX])
+            view = view[len(piece) :]
+            last = not view
+            reached = await self._guest.write_stdin(process, reached, piece, eof=eof and last, timeout_s=3600)
+            if last:
+                return reached
+
+    def _deadline(self, process: GuestProcess) -> None:
+        if process.exit is not None:
+            return
+        process.timed_out = True
+        task = self._guest.loop.create_task(self._kill(process))
+        self._feeders.add(task)
+        task.add_done_callback(self._feeders.discard)
+
+    async def _kill(self, process: GuestProcess) -> None:
+        """Kill everything of one start. A guest that does not even do that is given up."""
+        try:
+            await self._guest.signal(process, signals.SIGKILL, Scope.ALL)
+            async with asyncio.timeout(KILL_WAIT_S):
+                await asyncio.shield(process.ended)
+        except (TimeoutError, ReadTimeout):
+            process.take_loss(ReadTimeout(f"process {process.process_id} survived SIGKILL for {KILL_WAIT_S:g} s"))
+        except (TransportError, OSError) as error:
+            process.take_loss(error if isinstance(error, TransportError) else ConnectionLost(str(error)))
+
+    async def signal(self, process: GuestProcess, signal: str | int, scope: str) -> int:
+        number = signal_number(signal)
+        return await self._guest.signal(process, number, Scope[{"all": "ALL", "children": "CHILDREN"}.get(scope, scope.upper())])
+
+    async def find(self, process_id: str) -> GuestProcess:
+        """A process by its id, with its exit status if it has one."""
+        process = await self._guest.find(process_id)
+        if process.exit is None and not process.readers:  # its EXIT may have gone to an earlier node: ask again
+            probe = Collector(0)
+            await process.add_reader(probe)
+            process.remove_reader(probe)
+        return process
+
+    async def listed(self) -> list[ProcessInfo]:
+        """Every program started through the platform, by the init's own list."""
+        infos = []
+        for item in await self._guest.listed():
+            known = self._guest.processes.get(item.handle)
+            if known is not None:
+                infos.append(self.info(known))
+                continue
+            code, number = exit_of(item.wstatus) if item.exited else (None, None)
+            infos.append(
+                ProcessInfo(process_id=item.process_id, pid=item.pid, running=not item.exited, exit_code=code, signal=number)
+            )
+        return [info for info in infos if not info.process_id.startswith(APPLET_PREFIX)]
+
+    # results
+
+    def info(self, process: GuestProcess) -> ProcessInfo:
+        ended = process.exit
+        if ended is None:
+            return ProcessInfo(process_id=process.process_id, pid=process.pid, running=True)
+        code, number = exit_of(ended.wstatus)
+        return ProcessInfo(
+            process_id=process.process_id,
+            pid=process.pid,
+            running=False,
+            exit_code=code,
+            signal=number,
+            timed_out=process.timed_out,
+            oom_killed=self._oom(process, code),
+            usage=usage_of(ended),
+        )
+
+    def _result(self, process: GuestProcess, collector: Collector) -> ExecResult:
+        ended = process.exit
+        assert ended is not None
+        code, number = exit_of(ended.wstatus)
+        out, err = collector.streams[wire.STDOUT], collector.streams[wire.STDERR]
+        stdout, stdout_whole = out.value()
+        stderr, stderr_whole = err.value()
+        return ExecResult(
+            process_id=process.process_id,
+            exit_code=code,
+            signal=number,
+            timed_out=process.timed_out,
+            oom_killed=self._oom(process, code),
+            stdout=stdout,
+            stderr=stderr,
+            truncated=not (stdout_whole and stderr_whole),
+            stdout_bytes=max(out.end, ended.stdout_end),
+            stderr_bytes=max(err.end, ended.stderr_end),
+            usage=usage_of(ended),
+        )
+
+    def _oom(self, process: GuestProcess, code: int) -> bool:
+        """Did the memory limit kill it? The kernel's counter must have risen, and SIGKILL must have been the end."""
+        if code != 128 + signals.SIGKILL or process.timed_out:
+            return False
+        if process.process_id in self._oom_killed:
+            return True
+        kills = self._handle.oom_kills()
+        if kills <= self._oom_seen:
+            return False
+        self._oom_seen = kills
+        self._oom_killed.add(process.process_id)
+        return True
+
+    async def close(self) -> None:
+        """Stop what this node does for the sandbox's processes; they themselves live on."""
+        for task in list(self._feeders):
+            task.cancel()
+        await asyncio.gather(*self._feeders, return_exceptions=True)
+
+
+APPLET_PREFIX = "fs:"
+
+
+def exit_of(wstatus: int) -> tuple[int, int | None]:
+    """Exit code (128 + n after signal n) and signal of a wait status."""
+    if os.WIFSIGNALED(wstatus):
+        return 128 + os.WTERMSIG(wstatus), os.WTERMSIG(wstatus)
+    return os.WEXITSTATUS(wstatus), None
+
+
+def usage_of(ended: wire.Exit) -> Usage:
+    return Usage(
+        user_s=ended.utime_us / 1e6,
+        system_s=ended.stime_us / 1e6,
+        max_rss_kib=ended.maxrss_kib,
+        wall_s=max(0, ended.ended_ns - ended.started_ns) / 1e9,
+    )
+
+
+def signal_number(signal: str | int) -> int:
+    """`"INT"`, `"SIGINT"` or 2 as a number.
+
+    Raises:
+        InvalidSpec: There is no such signal.
+    """
+    names: Iterable[str] = (str(signal), f"SIG{signal}")
+    for name in names:
+        if name in signals.Signals.__members__:
+            return signals.Signals[name].value
+    if str(signal).isdigit() and 0 <= int(signal) <= 64:
+        return int(signal)
+    raise InvalidSpec(f"no signal {signal!r}")

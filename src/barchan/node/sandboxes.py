@@ -1,0 +1,458 @@
+"""The node agent proper: every sandbox of this node, from its request to its end."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any
+
+from barchan import backends
+from barchan.backends.base import Backend, Ended, Handle
+from barchan.core.admission import Limits
+from barchan.core.lifecycle import Fact, next_phase
+from barchan.errors import (
+    BackendError,
+    BarchanError,
+    BootFailed,
+    InvalidSpec,
+    NodeLost,
+    NotFound,
+    SandboxExpired,
+    SandboxLost,
+    TransportError,
+)
+from barchan.image.store import ImageStore
+from barchan.image.template import Template
+from barchan.model.node import NodeInfo
+from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
+from barchan.node.admission import Admission, memory_available_mib
+from barchan.node.files import Files
+from barchan.node.journal import Journal, Row
+from barchan.node.leases import Leases
+from barchan.node.network import Network
+from barchan.node.processes import SHELL_NAMES, Defaults, Processes
+
+SWEEP_S = 1.0
+
+
+class Live:
+    """One live sandbox: its handle and what serves its requests."""
+
+    def __init__(self, sandbox_id: str, spec: SandboxSpec, template: Template, created_unix_s: float) -> None:
+        self.sandbox_id = sandbox_id
+        self.spec = spec
+        self.template = template
+        self.created_unix_s = created_unix_s
+        self.phase: Phase = "booting"
+        self.create_ms = 0.0
+        self.booted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ending: asyncio.Task[None] | None = None
+        self.last_used = asyncio.get_running_loop().time()
+        self.requests = 0
+        self.maker: asyncio.Task[None] | None = None
+        self.handle: Handle
+        self.defaults: Defaults
+        self.processes: Processes
+        self.files: Files
+        self.network: Network | None = None
+
+    def equip(self, handle: Handle) -> None:
+        self.handle = handle
+        self.defaults = Defaults(self.spec, self.template, Network.env(self.spec))
+        self.processes = Processes(handle, self.defaults)
+        self.files = Files(handle, self.processes, self.defaults)
+
+    def info(self, node_id: str) -> SandboxInfo:
+        return SandboxInfo(
+            sandbox_id=self.sandbox_id,
+            node_id=node_id,
+            phase=self.phase,
+            template=self.template.name,
+            template_digest=self.template.digest,
+            spec=self.spec,
+            created_unix_s=self.created_unix_s,
+            age_s=max(0.0, time.time() - self.created_unix_s),
+            idle_s=asyncio.get_running_loop().time() - self.last_used,
+            create_ms=self.create_ms,
+            processes_running=self.handle.guest.running if self.phase == "ready" else 0,
+        )
+
+
+class Sandboxes:
+    """Creates, finds, ends and adopts the sandboxes of one node."""
+
+    def __init__(self, state_dir: Path, limits: Limits, version: str) -> None:
+        self.images = ImageStore(state_dir / "images")
+        self.journal = Journal(state_dir / "journal.sqlite")
+        self.node_id = self.journal.meta("node_id", f"node_{secrets.token_hex(4)}")
+        self.admission = Admission(limits, state_dir)
+        self.leases = Leases(self.journal, self._lease_expired)
+        self.live: dict[str, Live] = {}
+        self.by_create: dict[str, Live] = {}
+        self.creates_total = 0
+        self.create_failures_total = 0
+        self.last_used = asyncio.get_running_loop().time()
+        self._version = version
+        self._state_dir = state_dir
+        self._started = time.monotonic()
+        self._backends: dict[str, Backend] = {}
+        self._backend_locks: dict[str, asyncio.Lock] = {}
+        self._shells: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._lost: dict[str, BarchanError] = {}
+
+    # life of the node
+
+    async def start(self) -> None:
+        """Find the sandboxes of an earlier node again; what can't be found is lost, what nobody knows is removed."""
+        rows = {row.sandbox_id: row for row in self.journal.live()}
+        for name in sorted({row.spec.backend for row in rows.values()}):
+            backend = await self.backend(name)
+            found = set(await backend.found())
+            await asyncio.gather(
+                *(self._adopt(backend, row) for row in rows.values() if row.spec.backend == name and row.sandbox_id in found),
+                *(backend.discard(sandbox_id) for sandbox_id in found - set(rows)),
+            )
+            for row in rows.values():
+                if row.spec.backend == name and row.sandbox_id not in self.live:
+                    self.journal.end(row.sandbox_id, "lost", "node_lost")
+        self._spawn(self._sweep())
+
+    async def _adopt(self, backend: Backend, row: Row) -> None:
+        try:
+            handle = await backend.adopt(row.sandbox_id)
+            template = self.images.resolve(row.template_digest)
+        except (BarchanError, OSError) as error:
+            self.journal.end(row.sandbox_id, "lost", f"node_lost: {error}")
+            await backend.discard(row.sandbox_id)
+            return
+        live = Live(row.sandbox_id, row.spec, template, row.created_unix_s)
+        live.equip(handle)
+        live.create_ms = row.create_ms
+        self.live[live.sandbox_id] = live
+        if row.spec.create_id:
+            self.by_create[row.spec.create_id] = live
+        await self._finish_boot(live)
+        live.booted.set_result(None)
+        if row.phase != "ready":
+            self.journal.ready(live.sandbox_id, 0.0)
+
+    async def backend(self, name: str) -> Backend:
+        """The backend of this name, started on first use."""
+        lock = self._backend_locks.setdefault(name, asyncio.Lock())
+        async with lock:
+            backend = self._backends.get(name)
+            if backend is None:
+                backend = backends.load(name, self._state_dir, self.images)
+                await backend.start()
+                self._backends[name] = backend
+                self._spawn(self._watch_backend(name, backend))
+            return backend
+
+    async def _watch_backend(self, name: str, backend: Backend) -> None:
+        """When the supervisor itself dies, its sandboxes died with it: say so, and start anew on the next create."""
+        await backend.lost()
+        self._backends.pop(name, None)
+        error = NodeLost(f"the supervisor of {name} sandboxes died, and they with it")
+        for live in list(self.live.values()):
+            if live.spec.backend == name:
+                live.handle.guest.guest_gone(error)
+                self._lost[live.sandbox_id] = error
+                self._ended(live, Fact.INIT_DIED, "node_lost")
+        await backend.close()
+
+    async def close(self) -> None:
+        """Let go; sandboxes stay for the next node."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for live in list(self.live.values()):
+            if live.phase == "ready":
+                await live.processes.close()
+            if live.network is not None:
+                await live.network.close()
+        for backend in self._backends.values():
+            await backend.close()
+        self.journal.close()
+
+    async def shutdown(self) -> None:
+        """End everything this node runs."""
+        await asyncio.gather(*(self.end(live, "node_shutdown") for live in list(self.live.values())))
+        backends_, self._backends = self._backends, {}
+        for backend in backends_.values():
+            await backend.shutdown()
+
+    # creating
+
+    async def create(self, spec: SandboxSpec) -> SandboxInfo:
+        """Start a sandbox, or find the one this `create_id` made before.
+
+        Raises:
+            CapacityError: No room. InvalidSpec, NotFound: The wish itself. SandboxLost, BackendError: It failed.
+        """
+        self.touch()
+        if spec.create_id is not None:
+            before = self.by_create.get(spec.create_id)
+            if before is None:
+                row = self.journal.find_create(spec.create_id)
+                if row is not None:
+                    raise self._gone(row)
+            else:
+                await asyncio.shield(before.booted)
+                return before.info(self.node_id)
+        self._check(spec)
+        template = self.images.resolve(spec.template)
+        live = Live(f"sb_{self.node_id[5:]}_{secrets.token_hex(6)}", spec, template, time.time())
+        if spec.create_id is not None:
+            self.by_create[spec.create_id] = live
+        live.maker = self._spawn(self._make(live))
+        await asyncio.shield(live.booted)
+        return live.info(self.node_id)
+
+    def _check(self, spec: SandboxSpec) -> None:
+        if spec.lease_id is not None and spec.lease_id not in self.leases:
+            raise NotFound(f"lease {spec.lease_id} is not held: open it before creating", lease_id=spec.lease_id)
+        if spec.lease_id is None and not spec.detach:
+            raise InvalidSpec("a sandbox belongs to a lease (lease_id), or is detached (detach=true) and ends by its ttl_s")
+        if spec.detach and spec.ttl_s is None and spec.idle_timeout_s is None:
+            raise InvalidSpec("a detached sandbox needs ttl_s or idle_timeout_s, or nothing would ever end it")
+        if (spec.network == "allow") != bool(spec.allow_hosts):
+            raise InvalidSpec('allow_hosts goes with network="allow", and network="allow" needs at least one host')
+
+    async def _make(self, live: Live) -> None:
+        began = time.monotonic()
+        self.creates_total += 1
+        running = len(self.live)
+        try:
+            async with self.admission.slot(running - self.admission.starting):
+                self.live[live.sandbox_id] = live
+                backend = await self.backend(live.spec.backend)
+                self.journal.begin(live.sandbox_id, live.spec, live.template.digest)
+                live.equip(await backend.create(live.sandbox_id, live.spec, live.template))
+                await self._finish_boot(live)
+                live.create_ms = (time.monotonic() - began) * 1e3
+                self.journal.ready(live.sandbox_id, live.create_ms)
+        except BaseException as error:
+            self.create_failures_total += 1
+            self.journal.end(live.sandbox_id, "lost" if isinstance(error, SandboxLost) else "stopped", f"create: {error}")
+            self._forget(live)
+            failure = error if isinstance(error, BarchanError) else BackendError(f"creating failed: {error!r}")
+            if isinstance(error, asyncio.CancelledError):
+                failure = SandboxExpired("the create was cancelled")
+            if not live.booted.done():
+                live.booted.set_exception(failure)
+                live.booted.exception()
+            if not isinstance(error, BarchanError | OSError):
+                raise
+            return
+        live.booted.set_result(None)
+
+    async def _finish_boot(self, live: Live) -> None:
+        """What every sandbox needs once its init answers: network, shell, and an eye on its end."""
+        live.handle.ended.add_done_callback(lambda ended: self._init_ended(live, ended))
+        live.network = await Network.open(live.spec, live.handle, live.files)
+        live.defaults.shell = self._shells.get(live.template.digest) or await self._find_shell(live)
+        live.phase = next_phase("booting", Fact.INIT_UP)
+        if live.spec.ttl_s is not None:
+            left_s = live.created_unix_s + live.spec.ttl_s - time.time()
+            asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire, live, "ttl")
+
+    async def _find_shell(self, live: Live) -> str:
+        """The best shell of the template, asked of its first sandbox."""
+        for shell in SHELL_NAMES:
+            try:
+                await live.files.stat(shell, "root")
+            except NotFound:
+                continue
+            self._shells[live.template.digest] = shell
+            return shell
+        return SHELL_NAMES[-1]
+
+    # finding
+
+    def get(self, sandbox_id: str) -> Live:
+        """A sandbox that can be used now.
+
+        Raises:
+            NotFound: Unknown here. SandboxExpired, SandboxLost: It ended; the message says why.
+        """
+        live = self.live.get(sandbox_id)
+        if live is not None and live.phase == "ready" and live.ending is None:
+            live.last_used = self.last_used = asyncio.get_running_loop().time()
+            return live
+        raise self._why_not(sandbox_id)
+
+    def _why_not(self, sandbox_id: str) -> BarchanError:
+        if sandbox_id in self._lost:
+            return self._lost[sandbox_id]
+        row = self.journal.find(sandbox_id)
+        if row is None:
+            return NotFound(f"no sandbox {sandbox_id} on this node", sandbox_id=sandbox_id)
+        return self._gone(row)
+
+    @staticmethod
+    def _gone(row: Row) -> BarchanError:
+        cause = row.end_cause or "ending"
+        text = f"sandbox {row.sandbox_id} has ended: {cause}"
+        if row.phase == "lost":
+            return SandboxLost(text, sandbox_id=row.sandbox_id, cause=cause)
+        return SandboxExpired(text, sandbox_id=row.sandbox_id, cause=cause)
+
+    def info(self, sandbox_id: str) -> SandboxInfo:
+        """A live sandbox, or one that ended within the last hour."""
+        live = self.live.get(sandbox_id)
+        if live is not None:
+            return live.info(self.node_id)
+        row = self.journal.find(sandbox_id)
+        if row is None:
+            raise NotFound(f"no sandbox {sandbox_id} on this node", sandbox_id=sandbox_id)
+        return SandboxInfo(
+            sandbox_id=sandbox_id,
+            node_id=self.node_id,
+            phase=row.phase,
+            template=row.spec.template,
+            template_digest=row.template_digest,
+            spec=row.spec,
+            created_unix_s=row.created_unix_s,
+            age_s=(row.ended_unix_s or time.time()) - row.created_unix_s,
+            idle_s=0.0,
+            create_ms=row.create_ms,
+            processes_running=0,
+            end_cause=row.end_cause,
+        )
+
+    def matching(self, labels: dict[str, str], create_id: str | None) -> list[Live]:
+        candidates: Iterable[Live] = self.live.values()
+        if create_id is not None:
+            found = self.by_create.get(create_id)
+            candidates = [found] if found is not None else []
+        return [live for live in candidates if labels.items() <= live.spec.labels.items()]
+
+    # ending
+
+    async def end(self, live: Live, cause: str) -> None:
+        """End a sandbox; returns when nothing of it is left. Repeating waits for the same end."""
+        if live.ending is None:
+            live.ending = self._spawn(self._end(live, cause))
+        await asyncio.shield(live.ending)
+
+    async def _end(self, live: Live, cause: str) -> None:
+        if live.maker is not None and not live.maker.done():
+            live.maker.cancel()
+            await asyncio.gather(live.maker, return_exceptions=True)
+            return
+        if live.sandbox_id not in self.live:
+            return
+        live.phase = next_phase(live.phase, Fact.ENDED) if live.phase != "lost" else "lost"
+        self.journal.end(live.sandbox_id, live.phase, cause)
+        await self._remove(live)
+
+    async def _remove(self, live: Live) -> None:
+        live.handle.guest.guest_gone(self._why_not(live.sandbox_id))
+        await live.processes.close()
+        if live.network is not None:
+            await live.network.close()
+        try:
+            await live.handle.destroy()
+        finally:
+            self._forget(live)
+
+    def _init_ended(self, live: Live, ended: "asyncio.Future[Ended]") -> None:
+        """The guest died on its own: that is a lost sandbox, and its remains go at once."""
+        if live.ending is None and not ended.cancelled():
+            oom = f", {ended.result().oom_kills} out-of-memory kills" if ended.result().oom_kills else ""
+            self._ended(live, Fact.INIT_DIED, f"init_died: wait status {ended.result().wstatus}{oom}")
+
+    def _ended(self, live: Live, fact: Fact, cause: str) -> None:
+        if live.phase == "ready":
+            live.phase = next_phase(live.phase, fact)
+        self.journal.end(live.sandbox_id, "lost", cause)
+        if live.ending is None:
+            live.ending = self._spawn(self._remove_quietly(live))
+
+    async def _remove_quietly(self, live: Live) -> None:
+        try:
+            await self._remove(live)
+        except (BarchanError, OSError):
+            self._forget(live)  # its supervisor is gone, and everything with it
+
+    def _forget(self, live: Live) -> None:
+        self.live.pop(live.sandbox_id, None)
+        if live.spec.create_id is not None and self.by_create.get(live.spec.create_id) is live:
+            del self.by_create[live.spec.create_id]
+        self.touch()
+
+    def _expire(self, live: Live, cause: str) -> None:
+        if live.sandbox_id in self.live and live.ending is None:
+            live.ending = self._spawn(self._end(live, cause))
+
+    def _lease_expired(self, lease_id: str) -> None:
+        for live in [live for live in self.live.values() if live.spec.lease_id == lease_id]:
+            self._expire(live, "lease_ended")
+
+    async def end_lease(self, lease_id: str) -> int:
+        """End a lease and its sandboxes now."""
+        if lease_id not in self.leases:
+            raise NotFound(f"no lease {lease_id} on this node", lease_id=lease_id)
+        self.leases.end(lease_id)
+        held = [live for live in self.live.values() if live.spec.lease_id == lease_id]
+        await asyncio.gather(*(self.end(live, "lease_ended") for live in held))
+        return len(held)
+
+    # housekeeping
+
+    def touch(self) -> None:
+        self.last_used = asyncio.get_running_loop().time()
+
+    async def _sweep(self) -> None:
+        """Idle time-outs and old journal rows."""
+        turn = 0
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = asyncio.get_running_loop().time()
+            for live in list(self.live.values()):
+                limit_s = live.spec.idle_timeout_s
+                if limit_s is None or live.phase != "ready":
+                    continue
+                if live.requests or live.handle.guest.running:
+                    live.last_used = now
+                elif now - live.last_used > limit_s:
+                    self._expire(live, "idle_timeout")
+            turn += 1
+            if turn % 60 == 0:
+                self.journal.prune()
+                self._lost = {key: error for key, error in list(self._lost.items())[-1000:]}
+
+    def node_info(self, pid: int) -> NodeInfo:
+        return NodeInfo(
+            node_id=self.node_id,
+            version=self._version,
+            pid=pid,
+            uptime_s=time.monotonic() - self._started,
+            sandboxes_running=sum(live.phase == "ready" for live in self.live.values()),
+            sandboxes_starting=self.admission.starting,
+            sandboxes_queued=self.admission.queued,
+            running_max=self.admission.limits.running_max,
+            starting_max=self.admission.limits.starting_max,
+            leases=self.leases.held,
+            creates_total=self.creates_total,
+            create_failures_total=self.create_failures_total,
+            memory_available_mib=memory_available_mib(),
+            backends=tuple(backends.BACKENDS),
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task of this node: kept until it ends, cancelled on close, its failure printed to the node's log."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            expected = isinstance(error, BarchanError | TransportError)
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "a task of the node failed" if not expected else str(error), "exception": error, "task": task}
+            )
