@@ -31,8 +31,9 @@ class Ended(Struct, frozen=True, kw_only=True):
 class Handle(Protocol):
     """One live sandbox of a backend.
 
-    `ended` is done when the init is gone without having been asked to. `listener` (network `allow`) is a listening TCP
-    socket inside the sandbox; `netns` (network `open`) a descriptor of its network namespace; both belong to the handle.
+    `ended` is done when the init is gone without having been asked to. `listener` (network `allow`) is a listening
+    TCP socket inside the sandbox; `netns` (network `open`) a descriptor of its network namespace; both belong to
+    the handle.
     """
 
     sandbox_id: str

@@ -54,7 +54,18 @@ class Reader:
 class GuestProcess:
     """One start in the guest, as the node sees it. Output goes to any number of readers."""
 
-    __slots__ = ("_acked", "_connection", "ended", "exit", "handle", "pid", "process_id", "readers", "streams_closed", "timed_out")
+    __slots__ = (
+        "_acked",
+        "_connection",
+        "ended",
+        "exit",
+        "handle",
+        "pid",
+        "process_id",
+        "readers",
+        "streams_closed",
+        "timed_out",
+    )
 
     def __init__(self, connection: "GuestConnection", process_id: str, started: wire.Started) -> None:
         self._connection = connection
@@ -69,7 +80,7 @@ class GuestProcess:
         self._acked = {wire.STDOUT: 0, wire.STDERR: 0}
 
     async def add_reader(self, reader: Reader) -> wire.Spool:
-        """Give `reader` the output from its offsets on; those who are ahead see nothing twice. Returns what the spool holds."""
+        """Give `reader` the output from its offsets on, nobody anything twice; returns what the spool holds."""
         self.readers.append(reader)
         try:
             return await self.follow_again()
@@ -301,7 +312,7 @@ class GuestConnection(asyncio.Protocol):
         return frame
 
     async def start(self, start: wire.Start, reader: Reader | None) -> GuestProcess:
-        """Start a program or applet, or find the one that this id started before. `reader` gets the output from its offsets on.
+        """Start a program or applet, or find the one that this id started before; `reader` gets its output.
 
         Raises:
             Conflict: The id was used for something else.

@@ -128,7 +128,7 @@ def main() -> int:
     """Run a node; returns its exit code."""
     arguments = _arguments()
     os.umask(0o077)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(hard, 1 << 20) if os.geteuid() == 0 else hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, wanted))
     try:
@@ -138,7 +138,6 @@ def main() -> int:
             runner.run(_run(arguments))
         os.close(lock)
     except BarchanError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
         _say(arguments.ready_fd, msgspec.json.encode(error_body(error)))
         return 1
     return 0

@@ -21,7 +21,7 @@ def memory_available_mib() -> int:
 
 
 def default_limits() -> Limits:
-    """Bounds fit for this host: 4 starts per processor, and live sandboxes as memory lets (about 4 MiB each when idle)."""
+    """Bounds fit for this host: 4 starts per processor, and as many live sandboxes as fit at 4 MiB each."""
     cpus = os.cpu_count() or 1
     return Limits(
         starting_max=4 * cpus,

@@ -10,7 +10,6 @@ from barchan.model.sandbox import OutputChunk
 from barchan.wire import guest as wire
 
 
-
 class HeadTail:
     """Keeps the first and the last half of at most `bytes_max` bytes of a stream."""
 

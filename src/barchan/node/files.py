@@ -68,7 +68,7 @@ class Files:
         return sorted((_info(entry, path) for entry in entries), key=lambda info: info.path)
 
     async def stream_out(self, *argv: str, user: str | None) -> AsyncIterator[bytes]:
-        """The bytes an operation prints, as they come; its failure is raised where it happens (before the first byte, mostly)."""
+        """The bytes an operation prints, as they come; its failure is raised where it happens."""
         stream = Stream()
         process = await self._guest.start(self._applet(argv, user, StartFlag(0)), stream)
         errors = bytearray()
@@ -134,7 +134,7 @@ class Files:
 
 def _info(entry: wire.Entry, directory: str = "") -> FileInfo:
     return FileInfo(
-        path=os.path.join(directory, entry.name),  # noqa: PTH118 (a guest's path)
+        path=os.path.join(directory, entry.name),
         kind=KINDS.get(entry.kind, "device"),  # type: ignore[arg-type]
         size=entry.size,
         mode=entry.mode & 0o7777,

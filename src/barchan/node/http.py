@@ -172,7 +172,7 @@ class Server:
 
     async def process_info(self, request: web.Request) -> web.StreamResponse:
         live, process = await self._process(request)
-        wait_s = min(WAIT_S_MAX, _number(request, "wait_s", 0.0))
+        wait_s = min(WAIT_S_MAX, _seconds(request, "wait_s"))
         if wait_s > 0 and process.exit is None:
             await asyncio.wait([process.ended], timeout=wait_s)
         if process.exit is None and process.ended.done():
@@ -181,7 +181,7 @@ class Server:
 
     async def output(self, request: web.Request) -> web.StreamResponse:
         live, process = await self._process(request)
-        stream = Stream(int(_number(request, "stdout", 0)), int(_number(request, "stderr", 0)))
+        stream = Stream(_number(request, "stdout", 0), _number(request, "stderr", 0))
         follow = _flag(request, "follow", default=True)
         packed = _packed(request)
         spool = await process.add_reader(stream)
@@ -196,7 +196,7 @@ class Server:
 
     async def stdin(self, request: web.Request) -> web.StreamResponse:
         live, process = await self._process(request)
-        offset, eof = int(_number(request, "offset", 0)), _flag(request, "eof", default=False)
+        offset, eof = _number(request, "offset", 0), _flag(request, "eof", default=False)
         data = await request.read()
         try:
             reached = await live.processes.write_stdin(process, offset, data, eof=eof)
@@ -221,7 +221,7 @@ class Server:
     # files
 
     async def file_read(self, request: web.Request) -> web.StreamResponse:
-        offset, length = int(_number(request, "offset", 0)), int(_number(request, "length", -1))
+        offset, length = _number(request, "offset", 0), _number(request, "length", -1)
         return await self._bytes_out(request, "read", str(offset), str(length))
 
     async def tar_read(self, request: web.Request) -> web.StreamResponse:
@@ -243,7 +243,7 @@ class Server:
             await pieces.aclose()  # type: ignore[attr-defined]
 
     async def file_write(self, request: web.Request) -> web.StreamResponse:
-        mode = int(_number(request, "mode", 0o644))
+        mode = _number(request, "mode", 0o644)
         parents = str(int(_flag(request, "parents", default=False)))
         return await self._bytes_in(request, "write", oct(mode)[2:], parents)
 
@@ -333,9 +333,7 @@ async def _chunks(
 
 
 def _reached(stream: Stream, until: wire.Spool) -> bool:
-    return (
-        stream.next_offset[wire.STDOUT] >= until.stdout_head and stream.next_offset[wire.STDERR] >= until.stderr_head
-    )
+    return stream.next_offset[wire.STDOUT] >= until.stdout_head and stream.next_offset[wire.STDERR] >= until.stderr_head
 
 
 def _packed(request: web.Request) -> bool:
@@ -371,14 +369,25 @@ def _path(live: Live, request: web.Request, name: str) -> str:
     return live.processes.path(request.query[name])
 
 
-def _number(request: web.Request, name: str, default: float) -> float:
+def _number(request: web.Request, name: str, default: int) -> int:
     raw = request.query.get(name)
     if raw is None:
         return default
     try:
-        return float(raw) if isinstance(default, float) else int(raw)
+        return int(raw)
+    except ValueError as error:
+        raise InvalidSpec(f"{name}={raw!r} is not a whole number") from error
+
+
+def _seconds(request: web.Request, name: str) -> float:
+    raw = request.query.get(name, "0")
+    try:
+        value = float(raw)
     except ValueError as error:
         raise InvalidSpec(f"{name}={raw!r} is not a number") from error
+    if not 0 <= value < float("inf"):
+        raise InvalidSpec(f"{name}={raw!r} is not a duration")
+    return value
 
 
 def _flag(request: web.Request, name: str, *, default: bool) -> bool:
@@ -390,4 +399,3 @@ def _flag(request: web.Request, name: str, *, default: bool) -> bool:
     if raw.lower() in ("false", "0"):
         return False
     raise InvalidSpec(f"{name}={raw!r} is neither true nor false")
-

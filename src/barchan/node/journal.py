@@ -59,7 +59,8 @@ class Journal:
     def begin(self, sandbox_id: str, spec: SandboxSpec, template_digest: str) -> None:
         """Before anything is made: so that a sandbox that comes to be is always known."""
         self._db.execute(
-            "INSERT INTO sandbox (id, create_id, spec, template_digest, phase, created_unix_s) VALUES (?, ?, ?, ?, 'booting', ?)",
+            "INSERT INTO sandbox (id, create_id, spec, template_digest, phase, created_unix_s) "
+            "VALUES (?, ?, ?, ?, 'booting', ?)",
             (sandbox_id, spec.create_id, msgspec.json.encode(spec), template_digest, time.time()),
         )
 

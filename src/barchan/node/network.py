@@ -3,9 +3,10 @@
 from contextlib import AsyncExitStack
 
 from barchan.backends.base import Handle
+from barchan.core.egress import EgressEvent
 from barchan.errors import BackendError
 from barchan.model.sandbox import SandboxSpec
-from barchan.node.egress import EgressEvent, EgressProxy, proxy_env
+from barchan.node.egress import EgressProxy, proxy_env
 from barchan.node.files import Files
 from barchan.node.open_network import RESOLV_CONF, OpenNetwork
 

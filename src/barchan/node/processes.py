@@ -61,7 +61,9 @@ class Processes:
                 raise InvalidSpec("argv is empty: give at least the program")
             longest = max(len(item.encode("utf-8", "surrogateescape")) for item in argv)
             if longest > ARG_BYTES_MAX:
-                raise InvalidSpec(f"one argument has {longest} bytes; the kernel takes 128 KiB: pass it by stdin or a file")
+                raise InvalidSpec(
+                    f"one argument has {longest} bytes; the kernel takes 128 KiB: pass it by stdin or a file"
+                )
             return argv, b""
         assert shell is not None
         raw = shell.encode("utf-8", "surrogateescape")
@@ -107,7 +109,7 @@ class Processes:
         """A guest path made absolute against the sandbox's working directory."""
         if "\0" in path or not path:
             raise InvalidSpec(f"not a path: {path[:60]!r}")
-        return self._defaults.cwd if path == "." else os.path.join(self._defaults.cwd, path)  # noqa: PTH118 (a guest's path)
+        return self._defaults.cwd if path == "." else os.path.join(self._defaults.cwd, path)
 
     # running
 
@@ -202,7 +204,9 @@ class Processes:
 
     async def signal(self, process: GuestProcess, signal: str | int, scope: str) -> int:
         number = signal_number(signal)
-        return await self._guest.signal(process, number, Scope[{"all": "ALL", "children": "CHILDREN"}.get(scope, scope.upper())])
+        return await self._guest.signal(
+            process, number, Scope[{"all": "ALL", "children": "CHILDREN"}.get(scope, scope.upper())]
+        )
 
     async def find(self, process_id: str) -> GuestProcess:
         """A process by its id, with its exit status if it has one."""
@@ -223,7 +227,9 @@ class Processes:
                 continue
             code, number = exit_of(item.wstatus) if item.exited else (None, None)
             infos.append(
-                ProcessInfo(process_id=item.process_id, pid=item.pid, running=not item.exited, exit_code=code, signal=number)
+                ProcessInfo(
+                    process_id=item.process_id, pid=item.pid, running=not item.exited, exit_code=code, signal=number
+                )
             )
         return [info for info in infos if not info.process_id.startswith(APPLET_PREFIX)]
 

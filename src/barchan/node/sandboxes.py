@@ -14,7 +14,6 @@ from barchan.core.lifecycle import Fact, next_phase
 from barchan.errors import (
     BackendError,
     BarchanError,
-    BootFailed,
     InvalidSpec,
     NodeLost,
     NotFound,
@@ -107,11 +106,16 @@ class Sandboxes:
     async def start(self) -> None:
         """Find the sandboxes of an earlier node again; what can't be found is lost, what nobody knows is removed."""
         rows = {row.sandbox_id: row for row in self.journal.live()}
-        for name in sorted({row.spec.backend for row in rows.values()}):
+        names: set[str] = {row.spec.backend for row in rows.values()}
+        for name in sorted(names):
             backend = await self.backend(name)
             found = set(await backend.found())
             await asyncio.gather(
-                *(self._adopt(backend, row) for row in rows.values() if row.spec.backend == name and row.sandbox_id in found),
+                *(
+                    self._adopt(backend, row)
+                    for row in rows.values()
+                    if row.spec.backend == name and row.sandbox_id in found
+                ),
                 *(backend.discard(sandbox_id) for sandbox_id in found - set(rows)),
             )
             for row in rows.values():
@@ -214,7 +218,9 @@ class Sandboxes:
         if spec.lease_id is not None and spec.lease_id not in self.leases:
             raise NotFound(f"lease {spec.lease_id} is not held: open it before creating", lease_id=spec.lease_id)
         if spec.lease_id is None and not spec.detach:
-            raise InvalidSpec("a sandbox belongs to a lease (lease_id), or is detached (detach=true) and ends by its ttl_s")
+            raise InvalidSpec(
+                "a sandbox belongs to a lease (lease_id), or is detached (detach=true) and ends by its ttl_s"
+            )
         if spec.detach and spec.ttl_s is None and spec.idle_timeout_s is None:
             raise InvalidSpec("a detached sandbox needs ttl_s or idle_timeout_s, or nothing would ever end it")
         if (spec.network == "allow") != bool(spec.allow_hosts):
@@ -235,7 +241,9 @@ class Sandboxes:
                 self.journal.ready(live.sandbox_id, live.create_ms)
         except BaseException as error:
             self.create_failures_total += 1
-            self.journal.end(live.sandbox_id, "lost" if isinstance(error, SandboxLost) else "stopped", f"create: {error}")
+            self.journal.end(
+                live.sandbox_id, "lost" if isinstance(error, SandboxLost) else "stopped", f"create: {error}"
+            )
             self._forget(live)
             failure = error if isinstance(error, BarchanError) else BackendError(f"creating failed: {error!r}")
             if isinstance(error, asyncio.CancelledError):
@@ -422,7 +430,7 @@ class Sandboxes:
             turn += 1
             if turn % 60 == 0:
                 self.journal.prune()
-                self._lost = {key: error for key, error in list(self._lost.items())[-1000:]}
+                self._lost = dict(list(self._lost.items())[-1000:])
 
     def node_info(self, pid: int) -> NodeInfo:
         return NodeInfo(
@@ -454,5 +462,9 @@ class Sandboxes:
         if not task.cancelled() and (error := task.exception()) is not None:
             expected = isinstance(error, BarchanError | TransportError)
             asyncio.get_running_loop().call_exception_handler(
-                {"message": "a task of the node failed" if not expected else str(error), "exception": error, "task": task}
+                {
+                    "message": "a task of the node failed" if not expected else str(error),
+                    "exception": error,
+                    "task": task,
+                }
             )

@@ -226,7 +226,9 @@ def frame(kind: Request, tag: int, *parts: bytes) -> bytes:
     """
     body = b"".join(parts)
     if len(body) > TO_INIT_BYTES_MAX:
-        raise InvalidSpec(f"a request of {len(body)} bytes is over the limit of {TO_INIT_BYTES_MAX}", size_bytes=len(body))
+        raise InvalidSpec(
+            f"a request of {len(body)} bytes is over the limit of {TO_INIT_BYTES_MAX}", size_bytes=len(body)
+        )
     return _HEADER.pack(len(body), kind, 0, 0, tag) + body
 
 

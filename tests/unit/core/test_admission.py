@@ -8,7 +8,14 @@ from barchan.core.admission import Limits, Load, decide
 from barchan.errors import CapacityError
 
 LIMITS = Limits(starting_max=4, queued_max=10, running_max=100)
-IDLE = {"starting": 0, "queued": 0, "running": 0, "memory_available_mib": 8192, "disk_available_mib": 50_000, "start_ms_p50": 5.0}
+IDLE = {
+    "starting": 0,
+    "queued": 0,
+    "running": 0,
+    "memory_available_mib": 8192,
+    "disk_available_mib": 50_000,
+    "start_ms_p50": 5.0,
+}
 
 
 def load(**changes: float) -> Load:
@@ -27,7 +34,12 @@ def test_a_busy_node_queues() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"running": 100}, {"running": 90, "starting": 4, "queued": 6}, {"memory_available_mib": 100}, {"disk_available_mib": 100}],
+    [
+        {"running": 100},
+        {"running": 90, "starting": 4, "queued": 6},
+        {"memory_available_mib": 100},
+        {"disk_available_mib": 100},
+    ],
     ids=["running", "running with those on their way", "memory", "disk"],
 )
 def test_a_full_node_refuses_with_a_retry_time(changes: dict[str, float]) -> None:

@@ -25,7 +25,9 @@ def test_everything_alive_can_be_ended(phase: Phase) -> None:
     assert next_phase(phase, Fact.ENDED) == "stopped"
 
 
-@pytest.mark.parametrize(("phase", "fact"), [("stopped", Fact.INIT_UP), ("ready", Fact.PLACED), ("paused", Fact.FROZEN)])
+@pytest.mark.parametrize(
+    ("phase", "fact"), [("stopped", Fact.INIT_UP), ("ready", Fact.PLACED), ("paused", Fact.FROZEN)]
+)
 def test_an_illegal_change_is_a_conflict(phase: Phase, fact: Fact) -> None:
     """A fact that can't happen in a phase is refused, not ignored."""
     with pytest.raises(Conflict):

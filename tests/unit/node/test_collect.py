@@ -29,4 +29,4 @@ def test_a_gap_makes_it_incomplete() -> None:
     kept = HeadTail(100)
     kept.add(0, b"abc")
     kept.add(10, b"xyz")
-    assert (b"abcxyz", False) == kept.value()
+    assert kept.value() == (b"abcxyz", False)

@@ -60,7 +60,13 @@ def test_hostile_bodies_decode_or_are_refused(body: bytes, kind: int) -> None:
 @given(st.binary(max_size=200))
 def test_hostile_replies_decode_or_are_refused(body: bytes) -> None:
     """So do the bodies of replies, whichever decoder reads them."""
-    for decode in (guest.decode_started, guest.decode_list, guest.decode_entries, guest.decode_error, guest.decode_pong):
+    for decode in (
+        guest.decode_started,
+        guest.decode_list,
+        guest.decode_entries,
+        guest.decode_error,
+        guest.decode_pong,
+    ):
         try:
             decode(body)
         except RemoteProtocolError:
@@ -85,7 +91,12 @@ def test_nul_in_an_argument_is_the_callers_mistake() -> None:
         guest.Start(process_id="p", argv=("a\0b",)).encode(1)
 
 
-@given(st.lists(st.tuples(st.sampled_from("cmdvo"), st.text(max_size=20).filter(lambda name: "\0" not in name)), max_size=5), st.data())
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("cmdvo"), st.text(max_size=20).filter(lambda name: "\0" not in name)), max_size=5
+    ),
+    st.data(),
+)
 def test_change_records_survive_any_split(changes: list[tuple[str, str]], data: st.DataObject) -> None:
     """What is left of an unfinished record joins the next bytes."""
     stream = b"".join(kind.encode() + guest.text(path) for kind, path in changes)

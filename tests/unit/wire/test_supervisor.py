@@ -10,7 +10,9 @@ from barchan.wire import supervisor
 WORDS = st.text(st.characters(codec="ascii", exclude_characters="\0="), min_size=1, max_size=12)
 
 
-@given(WORDS, st.dictionaries(WORDS.filter(str.isidentifier), st.text(max_size=30).filter(lambda text: "\0" not in text)))
+@given(
+    WORDS, st.dictionaries(WORDS.filter(str.isidentifier), st.text(max_size=30).filter(lambda text: "\0" not in text))
+)
 def test_messages_round_trip(word: str, keys: dict[str, str]) -> None:
     """Keys and values come back as they were given."""
     keys.pop("word", None)

@@ -31,7 +31,9 @@ NETWORKS = {"none": "none", "allow": "proxy", "open": "open"}
 class ContainerHandle:
     """One container; see `backends.base.Handle`."""
 
-    def __init__(self, backend: "ContainerBackend", sandbox_id: str, guest: GuestConnection, counters: Counters) -> None:
+    def __init__(
+        self, backend: "ContainerBackend", sandbox_id: str, guest: GuestConnection, counters: Counters
+    ) -> None:
         self.sandbox_id = sandbox_id
         self.guest = guest
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -110,7 +112,9 @@ class ContainerBackend:
 
     async def _spawn(self) -> None:
         """Start a supervisor and wait until it listens."""
-        missing = [item for item in await asyncio.to_thread(self.probe) if not item.ok and item.needed_for == "container"]
+        missing = [
+            item for item in await asyncio.to_thread(self.probe) if not item.ok and item.needed_for == "container"
+        ]
         if missing:
             lines = "; ".join(f"{item.name}: {item.found} ({item.remedy})" for item in missing)
             raise RequirementMissing(f"this host can't run containers yet: {lines}")
@@ -135,7 +139,9 @@ class ContainerBackend:
             line = (await process.stdout.readline()).decode().strip()
         if line != "ready":
             await process.wait()
-            raise RequirementMissing(f"the supervisor did not start: {line or 'no reason given'}; see {self._state_dir}/supervisor.log")
+            raise RequirementMissing(
+                f"the supervisor did not start: {line or 'no reason given'}; see {self._state_dir}/supervisor.log"
+            )
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> ContainerHandle:
         for layer in template.layers:

@@ -29,7 +29,7 @@ class Answer:
 
 
 class SupervisorClient:
-    """One connection to the supervisor. `on_exit(sandbox_id, wstatus, oom_kills)` is called when a guest ends on its own."""
+    """One connection to the supervisor. `on_exit(id, wstatus, oom_kills)` is called when a guest ends on its own."""
 
     def __init__(self, sock: socket.socket, on_exit: Callable[[str, int, int], None]) -> None:
         self._sock = sock
@@ -112,7 +112,7 @@ class SupervisorClient:
     def _readable(self) -> None:
         for _ in range(64):
             try:
-                data, ancillary, flags, _ = self._sock.recvmsg(
+                data, ancillary, _flags, _ = self._sock.recvmsg(
                     wire.PACKET_BYTES_MAX, socket.CMSG_SPACE(wire.FDS_MAX * 4), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
