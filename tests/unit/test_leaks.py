@@ -13,12 +13,19 @@ from tests.leaks import CGROUPS, Watch
 pytestmark = pytest.mark.requires("root")
 
 NAME = f"leaktest-{os.getpid()}"
-WAIT = "import sys; sys.stdin.read()"
+WAIT = "import sys; print('up', flush=True); sys.stdin.read()"
 
 
 def start(*argv: str) -> subprocess.Popen[bytes]:
-    """A process that carries `argv` and lives until its stdin is closed."""
-    return subprocess.Popen([sys.executable, "-c", WAIT, *argv], stdin=subprocess.PIPE)
+    """A process that carries `argv`, runs by the time of the return, and lives until its stdin is closed."""
+    return running([sys.executable, "-c", WAIT, *argv])
+
+
+def running(command: list[str]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    return process
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -70,12 +77,9 @@ def test_a_mount_in_another_namespace_is_seen(watch: Watch) -> None:
     """A mount below the state directory counts although this process's own mount namespace lacks it."""
     target = watch.state_dir / "layers"
     target.mkdir()
-    shell = f"mount -t tmpfs none {target} && echo up && exec {sys.executable} -c '{WAIT}'"
-    command = ["unshare", "-m", "--propagation", "private", "sh", "-c", shell]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    shell = f"mount -t tmpfs none {target} && echo up && read -r line"
+    process = running(["unshare", "-m", "--propagation", "private", "sh", "-c", shell])
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"up\n"
         mounts = [line for line in watch.remains() if line.startswith("mount: ")]
         assert len(mounts) == 1
         assert str(target) in mounts[0]
