@@ -12,7 +12,7 @@ TEXT = (".py", ".c", ".h", ".sh", ".md", ".toml", "")
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 # A folder of whoever checked this out, or a package host: true on one machine only.
 LOCAL = re.compile(
-    r"(?<![\w.])/(?:work/(?:main|shared|\.)|home/[a-z]|Users/|opt/(?:wheels|pypi))"
+    r"(?<![\w.])/(?:work/(?:main|shared|\.)|home/(?!agent\b)[a-z]|Users/|opt/(?:wheels|pypi))"
     r"|\b(?:pypi\.org|pythonhosted\.org|deb\.debian\.org|registry\.npmjs\.org)"
 )
 # Only what a person starts reads the environment: everything else takes arguments.
@@ -40,11 +40,21 @@ def test_no_path_of_one_machine() -> None:
 
 
 def reads_environment(module: ast.Module) -> list[int]:
-    """Lines that touch `os.environ`, `os.getenv` or their imported names."""
+    """Lines that touch `os.environ`, `os.getenv` or their imported names.
+
+    `{**os.environ, ...}` is left out: that hands the environment on to a child whole and depends on none of it.
+    """
+    handed_on = {
+        id(value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Dict)
+        for key, value in zip(node.keys, node.values, strict=True)
+        if key is None
+    }
     found = []
     for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv", "getenvb"}:
-            if isinstance(node.value, ast.Name) and node.value.id == "os":
+            if isinstance(node.value, ast.Name) and node.value.id == "os" and id(node) not in handed_on:
                 found.append(node.lineno)
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             found += [node.lineno for alias in node.names if alias.name.startswith(("environ", "getenv"))]
@@ -68,7 +78,9 @@ def test_environment_is_read_at_the_top_only() -> None:
         ("import os\nos.environ['A']", [2]),
         ("import os\nx = os.getenv('A')", [2]),
         ("from os import environ", [1]),
+        ("import os\nx = dict(os.environ)", [2]),
         ("environ = {}\nenviron['A']", []),
+        ("import os\nx = {**os.environ, 'A': '1'}", []),
     ],
 )
 def test_every_way_to_read_the_environment_is_seen(text: str, expected: list[int]) -> None:
