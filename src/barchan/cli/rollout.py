@@ -1,0 +1,192 @@
+"""`barchan rollout`."""
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import aiohttp
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+
+import barchan
+from barchan.cli.common import DEFAULTS, FAILED, INTERRUPTED, OK, Common, print_json
+from barchan.cli.rollout_report import Progress, print_summary
+from barchan.errors import InvalidSpec, NotFound
+from barchan.rollout.attempt import RunSettings
+from barchan.rollout.policies import ChatPolicy, ChatSettings, NopPolicy, OraclePolicy, Policy
+from barchan.rollout.record import RolloutRecord
+from barchan.rollout.runner import Runner
+from barchan.rollout.store import RunFolder
+from barchan.rollout.summary import Summary, Tally
+from barchan.rollout.task import Task
+from barchan.rollout.tasksets import TASK_SETS
+
+app = App(name="rollout", help_format="plaintext")
+
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+PolicyName = Literal["oracle", "nop", "chat"]
+ROLLOUTS_PER_CPU = 4
+
+
+@app.command
+def humaneval(
+    *,
+    policy: PolicyName = "oracle",
+    limit: Count | None = None,
+    group: Count = 1,
+    concurrency: Count | None = None,
+    out: Path | None = None,
+    template: str = "debian",
+    memory_mib: Count = 512,
+    base_url: str | None = None,
+    model: str | None = None,
+    temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
+    max_tokens: Count = 1024,
+    api_key_env: str = "OPENAI_API_KEY",
+    common: Common = DEFAULTS,
+) -> int:
+    """Attempt the 164 problems of HumanEval, each in a sandbox of its own,
+    graded in another.
+
+    Writes one line per rollout to rollouts.jsonl, as they end, and summary.json.
+    Ctrl-C ends the run and keeps what is finished. The exit code is 0 when
+    anything was scored, whatever the rewards, and 1 when nothing was.
+
+    Examples:
+
+        barchan rollout humaneval --limit 10
+        barchan rollout humaneval --policy nop --group 4
+        barchan rollout humaneval --group 16 --json
+        barchan rollout humaneval --policy chat --base-url http://127.0.0.1:8000 --model NAME --temperature 0.8
+
+    Parameters
+    ----------
+    policy
+        Who answers: the known-good solutions (oracle), an empty function
+        (nop), or a model behind an OpenAI-compatible address (chat).
+    limit
+        Only the first so many problems.
+    group
+        Attempts at each problem.
+    concurrency
+        Rollouts at once. [default: 4 per CPU of this machine]
+    out
+        A folder for the results. [default: runs/DATE-TIME-...]
+    template
+        Name or digest of an image with Python.
+    memory_mib
+        Memory of each sandbox.
+    base_url
+        chat: address of the server, with or without /v1.
+    model
+        chat: the model's name.
+    temperature
+        chat: sampling temperature.
+    max_tokens
+        chat: longest answer.
+    api_key_env
+        chat: the environment variable that holds the key, if there is one.
+    """
+    tasks = TASK_SETS["humaneval"]()[:limit]
+    run_id = f"run_{secrets.token_hex(6)}"
+    chat = _chat_settings(policy, base_url, model, temperature, max_tokens, os.environ.get(api_key_env))
+    settings = RunSettings(
+        run_id=run_id,
+        template=template,
+        group=group,
+        concurrency=concurrency or ROLLOUTS_PER_CPU * len(os.sched_getaffinity(0)),
+        memory_mib=memory_mib,
+    )
+    folder = out or Path("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-humaneval-{policy}-{run_id[4:8]}")
+    try:
+        store = RunFolder(folder)
+    except OSError as error:
+        raise InvalidSpec(f"--out {folder}: {error.strerror}; give a folder that holds no run yet") from error
+    with store:
+        summary, interrupted = asyncio.run(_run(tasks, policy, chat, settings, store, common))
+    print_summary(summary)
+    if common.json:
+        print_json(summary)
+    return INTERRUPTED if interrupted else OK if summary.scored else FAILED
+
+
+def _chat_settings(
+    policy: PolicyName,
+    base_url: str | None,
+    model: str | None,
+    temperature: float,
+    max_tokens: int,
+    api_key: str | None,
+) -> ChatSettings | None:
+    """None for a policy that asks no model."""
+    if policy != "chat":
+        if base_url or model:
+            raise InvalidSpec("--base-url and --model belong to --policy chat")
+        return None
+    if not base_url or not base_url.startswith(("http://", "https://")) or not model:
+        raise InvalidSpec("--policy chat needs --base-url http://HOST:PORT and --model NAME")
+    return ChatSettings(base_url=base_url, model=model, temperature=temperature, max_tokens=max_tokens, api_key=api_key)
+
+
+async def _run(
+    tasks: list[Task],
+    policy_name: PolicyName,
+    chat: ChatSettings | None,
+    settings: RunSettings,
+    store: RunFolder,
+    common: Common,
+) -> tuple[Summary, bool]:
+    """The run's summary, and whether it was interrupted. The first interrupt ends it in order, a second one at once."""
+    tally = Tally()
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    interrupted = False
+    started = time.monotonic()
+    async with barchan.connect_async(**common.connection) as client, _policy(policy_name, chat) as policy:
+        await _require_template(client, settings.template)
+        with Progress(len(tasks) * settings.group, tally) as progress:
+
+            def keep(record: RolloutRecord) -> None:
+                store.add(record)
+                tally.add(record)
+                progress.update()
+
+            runner = Runner(client, tasks, policy, settings, keep)
+            try:
+                await runner.run()
+            except asyncio.CancelledError:
+                task.uncancel()
+                interrupted = True
+    summary = tally.summary(
+        run_id=settings.run_id,
+        task_set="humaneval",
+        policy=policy_name,
+        not_started=runner.rollouts_total - tally.rollouts,
+        wall_s=time.monotonic() - started,
+        out=str(store.path),
+    )
+    store.finish(summary)
+    return summary, interrupted
+
+
+@asynccontextmanager
+async def _policy(name: PolicyName, chat: ChatSettings | None) -> AsyncIterator[Policy]:
+    if chat is None:
+        yield OraclePolicy() if name == "oracle" else NopPolicy()
+        return
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield ChatPolicy(session, chat)
+
+
+async def _require_template(client: Any, template: str) -> None:
+    """Better one line now than every rollout void."""
+    names = [name for image in await client.images() for name in (image.name, image.digest)]
+    if not any(name == template or name.startswith(template) for name in names):
+        raise NotFound(f"no image {template!r} (try: sudo barchan image build debian)")

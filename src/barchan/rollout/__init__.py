@@ -1,0 +1,1 @@
+"""The main job: tasks, groups, rollouts, verdicts."""

@@ -1,0 +1,1 @@
+"""Graders: from an artifact to the facts a verdict is made of."""

@@ -1,0 +1,120 @@
+"""Grades a function: its checks run in one process, the candidate in another, in a sandbox where the agent never was.
+
+The only thing of the agent's that enters is the artifact's text, on the checker's stdin. The checker runs as the
+sandbox's root and the candidate as nobody, so the candidate can't signal, trace or read it. The checker's report
+leaves by its stdout, which the candidate can't open, and carries a nonce that is made for this grading and given to
+the checker alone. An exit code scores nothing.
+
+Time: the kernel bounds the candidate's CPU seconds, which a slow host does not use up. The bound in wall time is
+generous, and reaching it decides nothing without a control (`barchan.rollout.verdict`).
+"""
+
+import asyncio
+import functools
+import secrets
+from importlib import resources
+from typing import cast, get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from barchan.model.sandbox import ExecResult
+from barchan.rollout.graders.guest import codec
+from barchan.rollout.ports import Sandbox
+from barchan.rollout.task import Task
+from barchan.rollout.verdict import CheckReport, Control, Grading, Outcome
+
+CANDIDATE_USER = "65534:65534"  # nobody, by number: also where the template has no such name
+CHECKER_USER = "root"
+INTERPRETER = ("python3", "-I", "-S", "-E", "-c")  # half the start-up time of a bare python3
+REPORT_BYTES_MAX = 64 << 10
+PLATFORM_SLACK_S = 10.0  # beyond the checker's own deadline, the platform ends it
+END_WAIT_S = 2.0  # for the candidate's wait status, once its pipe is closed
+
+
+class GradingLimits(Struct, frozen=True, kw_only=True):
+    """What one candidate may use, over all its calls."""
+
+    cpu_s: int = 5
+    wall_s: float = 30.0
+    processes: int = 32
+    file_bytes: int = 16 << 20
+
+
+@functools.cache
+def program(name: str) -> str:
+    """A guest program as one text: the codec, then the program without its import of the codec."""
+    folder = resources.files("barchan.rollout.graders.guest")
+    text = folder.joinpath("codec.py").read_text() + folder.joinpath(f"{name}.py").read_text()
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("from barchan."))
+
+
+async def grade(sandbox: Sandbox, task: Task, source: str, limits: GradingLimits) -> Grading:
+    """Run a task's checks against `source` in a fresh sandbox; what the platform fails to do is raised."""
+    nonce = secrets.token_hex(16)
+    job = {
+        "nonce": nonce,
+        "checks": task.checks,
+        "entry_point": task.entry_point,
+        "source": source,
+        "wall_s": limits.wall_s,
+    }
+    candidate = asyncio.create_task(_run_candidate(sandbox, limits))
+    try:
+        checker = await sandbox.exec(
+            [*INTERPRETER, program("checker")],
+            stdin=codec.encode(job),
+            user=CHECKER_USER,
+            timeout_s=limits.wall_s + PLATFORM_SLACK_S,
+            max_output_bytes=REPORT_BYTES_MAX,
+        )
+        report = parse_report(checker, nonce)
+        if report is None or report.outcome != "slow":  # a slow one has not ended and will not soon
+            await asyncio.wait([candidate], timeout=END_WAIT_S)
+        ended = candidate.result() if candidate.done() else None
+    finally:
+        candidate.cancel()
+        await asyncio.gather(candidate, return_exceptions=True)
+    return Grading(
+        report=report,
+        report_malformed=report is None and bool(checker.stdout),
+        checker=checker,
+        candidate=ended,
+        checks_total=task.checks_total,
+        cpu_s_max=limits.cpu_s,
+    )
+
+
+async def _run_candidate(sandbox: Sandbox, limits: GradingLimits) -> ExecResult:
+    return await sandbox.exec(
+        [*INTERPRETER, program("candidate")],
+        user=CANDIDATE_USER,
+        timeout_s=limits.wall_s + 2 * PLATFORM_SLACK_S,
+        max_output_bytes=4096,
+        rlimits={
+            "cpu": (limits.cpu_s, limits.cpu_s + 1),
+            "nproc": (limits.processes, limits.processes),
+            "fsize": (limits.file_bytes, limits.file_bytes),
+            "core": (0, 0),
+        },
+    )
+
+
+def parse_report(checker: ExecResult, nonce: str) -> CheckReport | None:
+    """The checker's report, or None: nothing written, another nonce, another form."""
+    words = checker.text.rstrip("\n").split(" ", 4)
+    if len(words) != 5 or not secrets.compare_digest(words[0].encode(), nonce.encode()):
+        return None
+    try:
+        passed, calls = int(words[2]), int(words[3])
+    except ValueError:
+        return None
+    if words[1] not in get_args(Outcome) or passed < 0 or calls < 0:
+        return None
+    return CheckReport(outcome=cast(Outcome, words[1]), passed=passed, calls=calls, detail=words[4].strip("'\"")[:400])
+
+
+def with_control(grading: Grading, *, passed: bool) -> Grading:
+    """The same grading, decided by a control."""
+    control: Control = "passed" if passed else "failed"
+    return replace(grading, control=control)

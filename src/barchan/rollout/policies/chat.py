@@ -1,0 +1,211 @@
+"""A policy behind any OpenAI-compatible `/v1/chat/completions`.
+
+Transport faults and overload are retried with growing waits, within a bound; a server that stays down, refuses, or
+answers with something that is no completion is the model's fault (`ModelError`), and never a zero. What a model says,
+however poor, is the policy's doing and is graded.
+"""
+
+import asyncio
+import random
+from typing import Any
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from barchan.errors import ModelError
+from barchan.model.verdict import Cause
+from barchan.rollout.policies.base import Answer, Completion
+from barchan.rollout.policies.extract import solution_of
+from barchan.rollout.task import Task
+
+REPLY_BYTES_MAX = 64 << 20
+RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+
+INSTRUCTIONS = (
+    "Complete the following Python function. Answer with one ```python code block that contains "
+    "the whole function and whatever it needs.\n\n```python\n{prompt}```"
+)
+
+
+class ChatSettings(Struct, frozen=True, kw_only=True):
+    """Where the model is, and how it is asked.
+
+    Attributes:
+        base_url: With or without the trailing `/v1`.
+        request_timeout_s: For one request, generation included.
+        attempts_max: Requests per answer, the first included.
+        patience_s: Once this long has passed since the first request, no further one is made.
+        wait_s_max: Longest wait between two requests.
+    """
+
+    base_url: str
+    model: str
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    api_key: str | None = None
+    request_timeout_s: float = 600.0
+    attempts_max: int = 6
+    patience_s: float = 120.0
+    wait_s_first: float = 0.5
+    wait_s_max: float = 15.0
+
+
+class _Token(Struct, frozen=True):
+    token: str
+    logprob: float
+    id: int | None = None
+
+
+class _Logprobs(Struct, frozen=True):
+    content: list[_Token] | None = None
+
+
+class _Message(Struct, frozen=True):
+    content: str | None = None
+    refusal: str | None = None
+
+
+class _Choice(Struct, frozen=True):
+    message: _Message
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class _Usage(Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Reply(Struct, frozen=True):
+    choices: list[_Choice]
+    model: str = ""
+    usage: _Usage | None = None
+
+
+class _Transient(Exception):
+    """Worth asking again: (cause, message, seconds the server asked to wait)."""
+
+
+class ChatPolicy:
+    """Asks a chat model once per attempt. The session is the caller's and stays open."""
+
+    name = "chat"
+
+    def __init__(self, session: aiohttp.ClientSession, settings: ChatSettings) -> None:
+        self._session = session
+        self._settings = settings
+        base = settings.base_url.rstrip("/")
+        self._url = f"{base.removesuffix('/v1')}/v1/chat/completions"
+
+    async def answer(self, task: Task, sample_index: int) -> Answer:
+        content = INSTRUCTIONS.format(prompt=task.prompt)
+        body = {
+            "model": self._settings.model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": self._settings.temperature,
+            "max_tokens": self._settings.max_tokens,
+            "logprobs": True,
+            "top_logprobs": 0,
+        }
+        reply, requests = await self._ask_patiently(body)
+        return answer_of(reply, task, requests)
+
+    async def _ask_patiently(self, body: dict[str, Any]) -> tuple[_Reply, int]:
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + settings.patience_s
+        wait_s = settings.wait_s_first
+        for attempt in range(1, settings.attempts_max + 1):
+            try:
+                return await self._ask(body), attempt
+            except _Transient as fault:
+                cause, message, asked_s = fault.args
+                pause_s = min(settings.wait_s_max, max(asked_s, wait_s * random.uniform(0.5, 1.0)))
+                if attempt == settings.attempts_max or loop.time() + pause_s > give_up:
+                    raise ModelError(f"{self._url}: {message}", cause=cause, requests=attempt) from fault
+                wait_s *= 2
+                await asyncio.sleep(pause_s)
+        raise AssertionError("attempts_max is at least 1")
+
+    async def _ask(self, body: dict[str, Any]) -> _Reply:
+        headers = {"Authorization": f"Bearer {self._settings.api_key}"} if self._settings.api_key else {}
+        timeout = aiohttp.ClientTimeout(total=self._settings.request_timeout_s, sock_connect=10)
+        try:
+            async with self._session.post(self._url, json=body, headers=headers, timeout=timeout) as response:
+                data = await _read(response)
+                status, asked_s = response.status, _seconds(response.headers.get("Retry-After", ""))
+        except TimeoutError as error:
+            raise _Transient("model_timeout", f"no answer in time: {error}", 0.0) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Transient("model_unreachable", f"{type(error).__name__}: {error}", 0.0) from error
+        if status in RETRIED_STATUSES:
+            raise _Transient("model_unreachable", f"HTTP {status}: {data[:200]!r}", asked_s)
+        if status != 200:
+            raise ModelError(f"{self._url}: HTTP {status}: {data[:400]!r}", cause="model_refused", status=status)
+        try:
+            reply = msgspec.json.decode(data, type=_Reply)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ModelError(
+                f"{self._url}: not a completion ({error}): {data[:200]!r}", cause="model_garbage"
+            ) from error
+        if not reply.choices:
+            raise ModelError(f"{self._url}: a completion without choices", cause="model_garbage")
+        return reply
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    data = bytearray()
+    async for piece in response.content.iter_chunked(1 << 16):
+        data += piece
+        if len(data) > REPLY_BYTES_MAX:
+            raise ModelError(f"{response.url}: the answer passes {REPLY_BYTES_MAX} bytes", cause="model_garbage")
+    return bytes(data)
+
+
+def _seconds(retry_after: str) -> float:
+    return float(retry_after) if retry_after.isdecimal() else 0.0
+
+
+def answer_of(reply: _Reply, task: Task, requests: int) -> Answer:
+    """What a reply stands for: the program, and what was sampled."""
+    choice = reply.choices[0]
+    text = choice.message.content or ""
+    finish = choice.finish_reason or ""
+    cause: Cause = "completed"
+    if choice.message.refusal or finish == "content_filter":
+        cause = "refusal"
+    elif finish == "length":
+        cause = "output_limit"
+    sampled = (choice.logprobs.content if choice.logprobs else None) or []
+    usage = reply.usage or _Usage()
+    completion = Completion(
+        model=reply.model,
+        text=text or choice.message.refusal or "",
+        finish_reason=finish,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens or len(sampled),
+        tokens=tuple(token.token for token in sampled),
+        token_ids=_token_ids(choice, sampled),
+        logprobs=tuple(token.logprob for token in sampled),
+        requests=requests,
+    )
+    return Answer(
+        solution=solution_of(text, task.prompt, task.entry_point),
+        cause=cause,
+        truncated=finish == "length",
+        completion=completion,
+    )
+
+
+def _token_ids(choice: _Choice, sampled: list[_Token]) -> tuple[int, ...]:
+    """Ids by the three ways servers give them: per token, as one list, or spelled `token_id:N` in place of the text."""
+    if choice.token_ids is not None:
+        return tuple(choice.token_ids)
+    if sampled and all(token.id is not None for token in sampled):
+        return tuple(token.id for token in sampled if token.id is not None)
+    spelled = [token.token.removeprefix("token_id:") for token in sampled if token.token.startswith("token_id:")]
+    if sampled and len(spelled) == len(sampled) and all(word.isdecimal() for word in spelled):
+        return tuple(int(word) for word in spelled)
+    return ()

@@ -1,0 +1,50 @@
+"""One line of `rollouts.jsonl`."""
+
+from msgspec import Struct
+
+from barchan.model.verdict import Verdict
+from barchan.rollout.policies.base import Completion
+
+
+class Timings(Struct, frozen=True, kw_only=True):
+    """Where a rollout's time went, in milliseconds of wall time; None for a stage it did not reach.
+
+    Attributes:
+        queue_ms: Waiting because the node had no room (refused creates and the waits between them), for both
+            sandboxes.
+        create_ms: The create call of the agent's sandbox that succeeded.
+        policy_ms: Waiting for the policy's answer.
+        exec_ms: Putting the answer into the agent's sandbox, and taking the artifact out.
+        grade_ms: Grading, from asking for the grader's sandbox to its end; its `queue_ms` excluded.
+        ttfi_ms: Time to first instruction: from the create call to the first program's start in the new sandbox,
+            without the policy's time between. Read as create_ms + (round trip of the first exec - its run time by the
+            guest's clock), so it includes the way of the result back and is an upper bound.
+    """
+
+    queue_ms: float | None = None
+    create_ms: float | None = None
+    policy_ms: float | None = None
+    exec_ms: float | None = None
+    grade_ms: float | None = None
+    total_ms: float | None = None
+    ttfi_ms: float | None = None
+
+
+STAGES = ("queue", "create", "policy", "exec", "grade", "total")
+
+
+class RolloutRecord(Struct, frozen=True, kw_only=True):
+    """One attempt: which, what became of it, on what evidence, and where its time went."""
+
+    run_id: str
+    rollout_id: str
+    task_id: str
+    sample_index: int
+    policy: str
+    verdict: Verdict
+    timings: Timings
+    started_unix_s: float
+    agent_sandbox_id: str | None = None
+    grader_sandbox_ids: tuple[str, ...] = ()
+    artifact: str | None = None
+    completion: Completion | None = None

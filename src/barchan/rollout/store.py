@@ -1,0 +1,45 @@
+"""Where a run's results go: a folder with one line per rollout, each on disk as soon as the rollout is over."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from barchan.rollout.record import RolloutRecord
+from barchan.rollout.summary import Summary
+
+ROLLOUTS = "rollouts.jsonl"
+SUMMARY = "summary.json"
+
+
+class RunFolder:
+    """Writes `rollouts.jsonl` and `summary.json`; used as a context."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._file = (path / ROLLOUTS).open("xb")  # an earlier run's results are never written over
+        self._encoder = msgspec.json.Encoder()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, record: RolloutRecord) -> None:
+        """Append a line and hand it to the kernel, so that a killed run keeps it."""
+        self._file.write(self._encoder.encode(record) + b"\n")
+        self._file.flush()
+
+    def finish(self, summary: Summary) -> None:
+        (self.path / SUMMARY).write_bytes(msgspec.json.format(self._encoder.encode(summary), indent=2) + b"\n")
+
+
+def read_rollouts(path: Path) -> list[RolloutRecord]:
+    """The records of a run's folder. A last line that was cut short by a crash is left out."""
+    lines = (path / ROLLOUTS).read_bytes().split(b"\n")
+    return [msgspec.json.decode(line, type=RolloutRecord) for line in lines[:-1]]

@@ -1,0 +1,238 @@
+"""The chat policy against a small server of our own: what is kept, what is retried, and whose fault a failure is."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from barchan.errors import ModelError
+from barchan.rollout.policies import Answer, ChatPolicy, ChatSettings
+from tests.unit.rollout.fakes import task
+
+pytestmark = pytest.mark.timeout(30)
+
+Handler = Callable[[dict[str, Any], int], Awaitable[web.StreamResponse]]
+CODE = "```python\ndef f():\n    return 0\n```"
+
+
+def completion(content: str | None = CODE, **choice: Any) -> web.Response:
+    message = {"role": "assistant", "content": content, **choice.pop("message", {})}
+    usage = {"prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15}
+    body = {"id": "x", "model": "tiny", "choices": [{"index": 0, "message": message, **choice}], "usage": usage}
+    return web.json_response(body)
+
+
+class Server:
+    """Records what it is asked; answers by a handler of (body, how many requests came before)."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self._handler = handler
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        self.headers.append(dict(request.headers))
+        return await self._handler(self.bodies[-1], len(self.bodies) - 1)
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[tuple[Server, str]]:
+    server = Server(handler)
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield server, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def ask(base_url: str, **settings: Any) -> Answer:
+    fast: dict[str, Any] = {"wait_s_first": 0.01, "wait_s_max": 0.02, "request_timeout_s": 5.0, **settings}
+    async with aiohttp.ClientSession() as session:
+        policy = ChatPolicy(session, ChatSettings(base_url=base_url, model="tiny", **fast))
+        return await policy.answer(task(), 0)
+
+
+async def fault_of(base_url: str, **settings: Any) -> tuple[object, str]:
+    """The cause and message of the failure of an attempt."""
+    with pytest.raises(ModelError) as caught:
+        await ask(base_url, **settings)
+    return caught.value.details["cause"], str(caught.value)
+
+
+async def test_what_was_sampled_is_kept() -> None:
+    """Program, text, tokens, ids, log-probs and usage come back; the request carries the settings."""
+
+    async def answer(body: dict[str, Any], before: int) -> web.StreamResponse:
+        content = [
+            {"id": 7, "token": "```", "logprob": -0.5, "bytes": [96], "top_logprobs": []},
+            {"id": 9, "token": "py", "logprob": -0.25},
+        ]
+        return completion(finish_reason="stop", logprobs={"content": content})
+
+    async with serving(answer) as (server, base_url):
+        got = await ask(base_url, temperature=0.7, max_tokens=99, api_key="k3y")
+    assert got.solution.endswith("def f():\n    return 0\n")
+    assert (got.cause, got.truncated) == ("completed", False)
+    kept = got.completion
+    assert kept is not None
+    assert (kept.text, kept.model, kept.finish_reason, kept.requests) == (CODE, "tiny", "stop", 1)
+    assert (kept.tokens, kept.token_ids, kept.logprobs) == (("```", "py"), (7, 9), (-0.5, -0.25))
+    assert (kept.prompt_tokens, kept.completion_tokens) == (12, 3)
+    (body,) = server.bodies
+    assert (body["model"], body["temperature"], body["max_tokens"], body["logprobs"]) == ("tiny", 0.7, 99, True)
+    assert task().prompt in body["messages"][0]["content"]
+    assert server.headers[0]["Authorization"] == "Bearer k3y"
+
+
+@pytest.mark.parametrize(
+    ("choice", "ids"),
+    [
+        ({"token_ids": [1, 2]}, (1, 2)),
+        ({"logprobs": {"content": [{"token": "token_id:5", "logprob": -1.0}]}}, (5,)),
+        ({"logprobs": {"content": [{"token": "a", "logprob": -1.0}]}}, ()),
+        ({"logprobs": None}, ()),
+    ],
+)
+async def test_token_ids_in_each_servers_way(choice: dict[str, Any], ids: tuple[int, ...]) -> None:
+    """A list beside the message, or spelled in the token's text; a server that gives none gives none."""
+
+    async def answer(body: dict[str, Any], before: int) -> web.StreamResponse:
+        return completion(**choice)
+
+    async with serving(answer) as (_, base_url):
+        got = await ask(f"{base_url}/v1/")
+    assert got.completion is not None
+    assert got.completion.token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("choice", "cause", "truncated"),
+    [
+        ({"finish_reason": "length"}, "output_limit", True),
+        ({"finish_reason": "content_filter"}, "refusal", False),
+        ({"content": None, "message": {"refusal": "No."}}, "refusal", False),
+        ({"content": ""}, "completed", False),
+        ({"content": "I would rather not."}, "completed", False),
+    ],
+)
+async def test_a_poor_answer_is_the_policys(choice: dict[str, Any], cause: str, truncated: bool) -> None:
+    """Cut off, refused, empty or without code: an answer all the same, to be graded."""
+
+    async def answer(body: dict[str, Any], before: int) -> web.StreamResponse:
+        return completion(**choice)
+
+    async with serving(answer) as (_, base_url):
+        got = await ask(base_url)
+    assert (got.cause, got.truncated) == (cause, truncated)
+    assert got.solution.startswith(task().prompt)
+
+
+async def test_overload_and_broken_connections_are_retried() -> None:
+    """503, 429 and a connection cut in mid-answer are asked again; how often is recorded."""
+
+    async def answer(body: dict[str, Any], before: int) -> web.StreamResponse:
+        if before == 0:
+            return web.Response(status=503)
+        if before == 1:
+            return web.Response(status=429, headers={"Retry-After": "1"})
+        if before == 2:
+            raise web.HTTPInternalServerError
+        return completion()
+
+    async with serving(answer) as (server, base_url):
+        got = await ask(base_url)
+    assert got.completion is not None
+    assert (len(server.bodies), got.completion.requests) == (4, 4)
+
+
+async def test_retries_have_a_bound() -> None:
+    """A server that stays down is given up after so many requests, as unreachable."""
+
+    async def down(body: dict[str, Any], before: int) -> web.StreamResponse:
+        return web.Response(status=502, text="bad gateway")
+
+    async with serving(down) as (server, base_url):
+        cause, message = await fault_of(base_url, attempts_max=3)
+    assert (cause, len(server.bodies)) == ("model_unreachable", 3)
+    assert "HTTP 502" in message
+
+
+async def test_patience_has_a_bound_in_time() -> None:
+    """No further request is made once the waits pass the bound, however many are left."""
+
+    async def down(body: dict[str, Any], before: int) -> web.StreamResponse:
+        return web.Response(status=503)
+
+    async with serving(down) as (server, base_url):
+        cause, _ = await fault_of(base_url, attempts_max=1000, patience_s=0.1)
+    assert cause == "model_unreachable"
+    assert 2 <= len(server.bodies) < 30
+
+
+async def test_nobody_listening_is_unreachable() -> None:
+    """A refused connection is a fault of the model, not an answer."""
+    async with serving(lambda body, before: asyncio.sleep(0, completion())) as (_, base_url):
+        pass
+    cause, _ = await fault_of(base_url, attempts_max=2)
+    assert cause == "model_unreachable"
+
+
+async def test_a_server_that_hangs_times_out() -> None:
+    """No answer within the request's time is a time-out of the model."""
+
+    async def hang(body: dict[str, Any], before: int) -> web.StreamResponse:
+        await asyncio.sleep(3600)
+        raise AssertionError("not reached")
+
+    async with serving(hang) as (_, base_url):
+        cause, _ = await fault_of(base_url, request_timeout_s=0.1, attempts_max=2)
+    assert cause == "model_timeout"
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+async def test_a_refused_request_is_not_repeated(status: int) -> None:
+    """A request the server rejects is not sent again, and never becomes a zero."""
+
+    async def refuse(body: dict[str, Any], before: int) -> web.StreamResponse:
+        return web.Response(status=status, text="no such model")
+
+    async with serving(refuse) as (server, base_url):
+        cause, message = await fault_of(base_url)
+    assert (cause, len(server.bodies)) == ("model_refused", 1)
+    assert "no such model" in message
+
+
+@pytest.mark.parametrize(
+    "text", ["<html>", "{}", '{"choices": []}', '{"choices": [{"message": 3}]}', '"\\ud800"', "\xff"]
+)
+async def test_what_is_no_completion_is_garbage(text: str) -> None:
+    """An answer of another form is the server's fault: void, never a zero."""
+
+    async def garbage(body: dict[str, Any], before: int) -> web.StreamResponse:
+        return web.Response(body=text.encode("latin-1"), content_type="application/json")
+
+    async with serving(garbage) as (_, base_url):
+        cause, _ = await fault_of(base_url)
+    assert cause == "model_garbage"
+
+
+async def test_an_endless_answer_is_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer beyond the bound is not kept in memory."""
+    monkeypatch.setattr("barchan.rollout.policies.chat.REPLY_BYTES_MAX", 1000)
+
+    async def long(body: dict[str, Any], before: int) -> web.StreamResponse:
+        return web.Response(body=b" " * 5000)
+
+    async with serving(long) as (_, base_url):
+        cause, _ = await fault_of(base_url)
+    assert cause == "model_garbage"

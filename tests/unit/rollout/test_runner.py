@@ -1,0 +1,226 @@
+"""Rollouts as a run: each judged alone, bounded, cancellable, with its time accounted for."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from barchan.errors import BootFailed, CapacityError, ConnectionLost, ModelError
+from barchan.rollout.attempt import ARTIFACT_BYTES_MAX, RunSettings
+from barchan.rollout.policies import Answer, NopPolicy, OraclePolicy, Policy
+from barchan.rollout.record import RolloutRecord
+from barchan.rollout.runner import Runner
+from barchan.rollout.task import Task
+from tests.unit.rollout.fakes import FakeClient, result, right_or_wrong, task
+
+pytestmark = pytest.mark.timeout(30)
+
+
+async def run(
+    client: FakeClient, policy: Policy, *, tasks: int = 1, group: int = 1, concurrency: int = 4, wait_s: float = 5.0
+) -> list[RolloutRecord]:
+    records: list[RolloutRecord] = []
+    settings = RunSettings(run_id="run", template="t", group=group, concurrency=concurrency, capacity_wait_s=wait_s)
+    await Runner(client, [task(number) for number in range(tasks)], policy, settings, records.append).run()
+    return records
+
+
+class Scripted:
+    """Answers by a function of the task, or raises."""
+
+    name = "scripted"
+
+    def __init__(self, script: Callable[[Task, int], Answer]) -> None:
+        self._script = script
+
+    async def answer(self, task: Task, sample_index: int) -> Answer:
+        return self._script(task, sample_index)
+
+
+async def test_oracle_is_one_and_nop_is_zero() -> None:
+    """Every rollout of the oracle is scored 1.0, of the empty answer 0.0, and no sandbox is left."""
+    for policy, reward in ((OraclePolicy(), 1.0), (NopPolicy(), 0.0)):
+        client = FakeClient()
+        records = await run(client, policy, tasks=5, group=3)
+        assert [record.verdict.reward for record in records] == [reward] * 15
+        assert client.live == set()
+
+
+async def test_each_rollout_has_its_own_ids() -> None:
+    """Ids are unique; a sandbox's labels say run, rollout and role, its create id makes a repeat safe."""
+    client = FakeClient()
+    records = await run(client, OraclePolicy(), tasks=2, group=2)
+    assert sorted((record.task_id, record.sample_index) for record in records) == [
+        ("Fake/0", 0),
+        ("Fake/0", 1),
+        ("Fake/1", 0),
+        ("Fake/1", 1),
+    ]
+    assert len({record.rollout_id for record in records}) == 4
+    assert len(set(client.create_ids)) == 8
+    assert {labels["role"] for labels in client.labels} == {"agent", "grader"}
+    assert {labels["run"] for labels in client.labels} == {"run"}
+
+
+async def test_the_agents_sandbox_is_gone_before_grading() -> None:
+    """A rollout holds one sandbox at a time, and never grades where the agent was."""
+    client = FakeClient()
+    (record,) = await run(client, OraclePolicy())
+    assert client.live_max == 1
+    assert record.agent_sandbox_id not in record.grader_sandbox_ids
+    assert len(record.grader_sandbox_ids) == 1
+
+
+async def test_concurrency_is_bounded() -> None:
+    """Never more sandboxes at once than rollouts at once."""
+    client = FakeClient()
+    client.exec_s = 0.001
+    records = await run(client, OraclePolicy(), tasks=20, concurrency=3)
+    assert len(records) == 20
+    assert client.live_max == 3
+
+
+async def test_one_that_fails_leaves_the_others_alone() -> None:
+    """A lost sandbox voids its own rollout, with the error as evidence; its siblings are scored."""
+    client = FakeClient()
+    client.create_errors = [BootFailed("no boot")]
+    records = await run(client, OraclePolicy(), group=4)
+    assert sorted(record.verdict.status for record in records) == ["scored", "scored", "scored", "void"]
+    (lost,) = [record.verdict for record in records if record.verdict.status == "void"]
+    assert (lost.cause, lost.fault, lost.reward) == ("boot_failure", "platform", None)
+    assert "BootFailed" in lost.evidence[0].source
+
+
+async def test_no_room_is_waited_for_and_is_no_failure() -> None:
+    """A refused create is repeated when the node asks for it; the wait is the queue's, the verdict a score."""
+    client = FakeClient()
+    client.create_errors = [CapacityError("full", retry_after_ms=20), CapacityError("full", retry_after_ms=20)]
+    (record,) = await run(client, OraclePolicy())
+    assert record.verdict.reward == 1.0
+    assert record.timings.queue_ms is not None and record.timings.queue_ms >= 40
+    assert record.timings.create_ms is not None and record.timings.create_ms < 20
+
+
+async def test_waiting_for_room_has_a_bound() -> None:
+    """A node that never has room voids the rollout for capacity, once its time to wait is over."""
+    client = FakeClient()
+    client.create_errors = [CapacityError("full", retry_after_ms=20) for _ in range(50)]
+    (record,) = await run(client, OraclePolicy(), wait_s=0.1)
+    assert (record.verdict.status, record.verdict.cause) == ("void", "capacity")
+
+
+async def test_a_model_that_is_down_is_no_zero() -> None:
+    """A policy that can't be asked voids the rollout as the model's fault, at the stage `policy`."""
+
+    def down(task: Task, sample_index: int) -> Answer:
+        raise ModelError("refused", cause="model_unreachable")
+
+    (record,) = await run(FakeClient(), Scripted(down))
+    assert (record.verdict.status, record.verdict.fault, record.verdict.cause) == ("void", "model", "model_unreachable")
+    assert record.verdict.evidence[0].source.startswith("policy: ")
+
+
+async def test_a_fault_nobody_foresaw_is_void_and_unknown() -> None:
+    """Any other exception ends in a record of its own: void, cause unknown."""
+
+    def broken(task: Task, sample_index: int) -> Answer:
+        raise ZeroDivisionError("surprise")
+
+    (record,) = await run(FakeClient(), Scripted(broken))
+    assert (record.verdict.status, record.verdict.cause) == ("void", "unknown")
+
+
+async def test_a_connection_lost_in_mid_grading_is_void() -> None:
+    """A transport fault during an exec never becomes a reward, and both sandboxes are freed."""
+    client = FakeClient()
+    client.exec_error = ConnectionLost("gone")
+    (record,) = await run(client, OraclePolicy())
+    assert (record.verdict.status, record.verdict.cause) == ("void", "transport")
+    assert client.live == set()
+
+
+async def test_a_failed_cleanup_is_noted_and_changes_no_verdict() -> None:
+    """When a kill fails after the grading, the reward stands and the evidence tells."""
+    client = FakeClient()
+    client.kill_error = ConnectionLost("gone")
+    (record,) = await run(client, OraclePolicy())
+    assert record.verdict.reward == 1.0
+    assert [item.source for item in record.verdict.evidence].count("cleanup") == 2
+
+
+async def test_an_artifact_beyond_its_bound_is_scored_zero_ungraded() -> None:
+    """Writing too much is the policy's doing; nothing of it reaches a grader."""
+    client = FakeClient()
+    answer = Answer(solution="#" * (ARTIFACT_BYTES_MAX + 1))
+    (record,) = await run(client, Scripted(lambda task, sample_index: answer))
+    assert (record.verdict.reward, record.verdict.cause) == (0.0, "output_limit")
+    assert record.grader_sandbox_ids == ()
+
+
+async def test_a_silent_grading_is_decided_by_its_control() -> None:
+    """No report, and a control that passes, each in its own sandbox: the candidate broke it, which is a zero."""
+    client = FakeClient(lambda source: ("", 0, 0, "") if "bomb" in source else ("passed", 1, 1, ""))
+    client.checker_end = result(137, signal=9, oom_killed=True)
+    answer = Answer(solution="bomb")
+    (record,) = await run(client, Scripted(lambda task, sample_index: answer))
+    assert (record.verdict.reward, record.verdict.cause) == (0.0, "oom_within_limit")
+    assert len(set(record.grader_sandbox_ids)) == 3
+
+
+async def test_a_grader_that_is_always_silent_is_the_platforms() -> None:
+    """When the known-good solution gets no report either, the rollout is void."""
+    client = FakeClient(lambda source: ("", 0, 0, ""))
+    (record,) = await run(client, OraclePolicy())
+    assert (record.verdict.status, record.verdict.fault, record.verdict.cause) == ("void", "platform", "grader_crash")
+
+
+async def test_a_moments_stall_is_no_zero() -> None:
+    """A grading that stalls once and answers the second time counts by its answer."""
+    stalls = iter([True, False, False])
+
+    def check(source: str) -> tuple[str, int, int, str]:
+        return ("slow", 0, 1, "") if next(stalls) else ("passed", 1, 1, "")
+
+    (record,) = await run(FakeClient(check), OraclePolicy())
+    assert record.verdict.reward == 1.0
+
+
+async def test_cancelling_keeps_what_is_finished_and_frees_the_rest() -> None:
+    """The unfinished are recorded as cancelled, the finished stay, and no sandbox is left."""
+    client = FakeClient(right_or_wrong)
+    records: list[RolloutRecord] = []
+    started = asyncio.Event()
+
+    class Stuck:
+        name = "stuck"
+
+        async def answer(self, task: Task, sample_index: int) -> Answer:
+            if sample_index == 0:
+                return Answer(solution=task.reference)
+            started.set()
+            await asyncio.sleep(3600)
+            raise AssertionError("not reached")
+
+    settings = RunSettings(run_id="run", template="t", group=8, concurrency=2)
+    running = asyncio.create_task(Runner(client, [task()], Stuck(), settings, records.append).run())
+    await started.wait()
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert sorted(record.verdict.status for record in records) == ["cancelled", "cancelled", "scored"]
+    assert {record.verdict.cause for record in records if record.verdict.status == "cancelled"} == {"cancelled_user"}
+    assert client.live == set()
+
+
+async def test_time_is_accounted_by_stage() -> None:
+    """Each stage has its time; the first instruction lies between the create and the end of the first exec."""
+    client = FakeClient()
+    client.exec_s = 0.01
+    (record,) = await run(client, OraclePolicy())
+    timings = record.timings
+    spent = [timings.create_ms, timings.policy_ms, timings.exec_ms, timings.grade_ms, timings.total_ms, timings.ttfi_ms]
+    create, policy, execute, grading, total, first = [value for value in spent if value is not None]
+    assert execute >= 10 and grading >= 10
+    assert create <= first <= create + execute
+    assert create + policy + execute + grading <= total + 0.01

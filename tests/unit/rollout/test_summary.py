@@ -1,0 +1,116 @@
+"""A run in numbers, and its folder."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from barchan.model.verdict import Verdict
+from barchan.rollout.policies import Completion
+from barchan.rollout.record import RolloutRecord, Timings
+from barchan.rollout.store import ROLLOUTS, RunFolder, read_rollouts
+from barchan.rollout.summary import GroupMix, Summary, Tally, percentiles
+from barchan.rollout.verdict import cancelled, scored, void
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def record(verdict: Verdict, task_id: str = "a", ttfi_ms: float | None = 1.0) -> RolloutRecord:
+    completion = Completion(model="m", text="t", finish_reason="stop", prompt_tokens=10, completion_tokens=5)
+    return RolloutRecord(
+        run_id="run",
+        rollout_id="run-0",
+        task_id=task_id,
+        sample_index=0,
+        policy="p",
+        verdict=verdict,
+        timings=Timings(create_ms=2.0, ttfi_ms=ttfi_ms, total_ms=9.0),
+        started_unix_s=1.0,
+        completion=completion,
+    )
+
+
+ONE, ZERO = scored(1.0, "completed", False, ()), scored(0.0, "exec_timeout", True, ())
+VOID = void("platform", "boot_failure", ())
+
+
+def summary_of(*records: RolloutRecord) -> Summary:
+    tally = Tally()
+    for item in records:
+        tally.add(item)
+    return tally.summary(run_id="run", task_set="s", policy="p", not_started=1, wall_s=2.0, out="o")
+
+
+def test_void_rollouts_stay_out_of_the_mean() -> None:
+    """The mean is over scored rollouts; two bounds tell what voiding can have moved; cancelled ones count nowhere."""
+    summary = summary_of(record(ONE), record(ZERO), record(VOID), record(VOID), record(cancelled("exec")))
+    assert (summary.rollouts, summary.scored, summary.void, summary.cancelled) == (5, 2, 2, 1)
+    assert (summary.reward_mean, summary.reward_mean_low, summary.reward_mean_high) == (0.5, 0.25, 0.75)
+    assert summary.void_by_cause == {"boot_failure": 2}
+    assert summary.scored_by_cause == {"completed": 1, "exec_timeout": 1}
+    assert (summary.truncated, summary.rollouts_per_s) == (1, 2.5)
+
+
+def test_a_task_with_voids_weighs_as_much_as_another() -> None:
+    """The mean by task is the mean of the tasks' means."""
+    summary = summary_of(record(ONE, "a"), record(ONE, "a"), record(ONE, "a"), record(ZERO, "b"), record(VOID, "b"))
+    assert (summary.reward_mean, summary.reward_mean_by_task) == (0.75, 0.5)
+
+
+def test_groups_are_told_by_their_signal() -> None:
+    """All one, mixed, all zero, or nothing scored."""
+    summary = summary_of(
+        record(ONE, "a"), record(ONE, "b"), record(ZERO, "b"), record(ZERO, "c"), record(VOID, "c"), record(VOID, "d")
+    )
+    assert summary.groups == GroupMix(all_one=1, mixed=1, all_zero=1, void=1)
+
+
+def test_nothing_scored_has_no_mean() -> None:
+    """No score: the mean is absent, not zero."""
+    summary = summary_of(record(VOID, ttfi_ms=None))
+    assert (summary.reward_mean, summary.reward_mean_by_task) == (None, None)
+    assert (summary.reward_mean_low, summary.reward_mean_high) == (0.0, 1.0)
+    assert summary.ttfi_ms.p50 is None
+    assert summary_of().reward_mean_low is None
+
+
+def test_tokens_and_stages_are_summed_up() -> None:
+    """Tokens add up; stages that no rollout reached have no percentiles."""
+    summary = summary_of(record(ONE), record(ONE))
+    assert (summary.prompt_tokens, summary.completion_tokens) == (20, 10)
+    assert (summary.stage_ms["create"].p95, summary.stage_ms["exec"].p95) == (2.0, None)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1))
+def test_percentiles_are_measured_values_in_order(values: list[float]) -> None:
+    """Each percentile is one of the values, at least its share of them is not above it, and they ascend."""
+    found = percentiles(values)
+    assert found.p50 is not None and found.p95 is not None and found.p99 is not None
+    assert found.p50 <= found.p95 <= found.p99
+    for share, value in ((0.50, found.p50), (0.95, found.p95), (0.99, found.p99)):
+        assert value in [round(item, 3) for item in values]
+        assert sum(round(item, 3) <= value for item in values) >= share * len(values)
+
+
+def test_a_runs_folder_keeps_each_rollout_as_it_comes(tmp_path: Path) -> None:
+    """A line is on disk before the next rollout; a line that a crash cut short is left out when reading."""
+    with RunFolder(tmp_path / "r") as folder:
+        folder.add(record(ONE))
+        assert [item.verdict for item in read_rollouts(folder.path)] == [ONE]
+        folder.add(record(VOID))
+        folder.finish(summary_of(record(ONE)))
+    assert [item.verdict.status for item in read_rollouts(folder.path)] == ["scored", "void"]
+    with (folder.path / ROLLOUTS).open("ab") as file:
+        file.write(b'{"run_id": "cut sh')
+    assert len(read_rollouts(folder.path)) == 2
+    assert msgspec.json.decode((folder.path / "summary.json").read_bytes(), type=Summary).scored == 1
+
+
+def test_an_earlier_run_is_never_written_over(tmp_path: Path) -> None:
+    """A folder that already holds a run is refused."""
+    with RunFolder(tmp_path):
+        pass
+    with pytest.raises(FileExistsError):
+        RunFolder(tmp_path)
