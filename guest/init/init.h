@@ -1,0 +1,241 @@
+/* The guest init's data and the calls between its parts.
+ *
+ *   main.c     start-up, hardening, the epoll loop      child.c    between fork and exec
+ *   conn.c     the host's connection: bytes <-> frames  user.c     /etc/passwd and /etc/group
+ *   request.c  one handler per request                  applet.c   file operations, with fsops.c,
+ *   start.c    decode START, make pipes or pty, fork               tar_in.c, tar_out.c and watch.c
+ *   process.c  table, reaping, cgroups, backstops       stream.c   output: read, push to the host
+ *   signals.c  signal scopes                            spool.c    bounded storage of output
+ *                                                       input.c    stdin
+ *
+ * One thread, nothing blocks: whatever a guest can delay happens in a forked child.
+ */
+#ifndef BARCHAN_INIT_H
+#define BARCHAN_INIT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/resource.h>
+#include <sys/types.h>
+
+#include "../common/codec.h"
+#include "../common/protocol.h"
+#include "../common/siphash.h"
+#include "../common/util.h"
+
+enum {
+	PROCESSES_MAX = 100000,		/* remembered */
+	RUNNING_MAX = 4096,
+	LEAF_PROCS_MAX = 8,		/* cgroup v1 hierarchies per leaf */
+	INPUT_CHUNKS_MAX = 4,		/* STDIN frames waiting, per process */
+	INPUT_CHUNKS_TOTAL = 256,	/* and in all: at most 64 MiB */
+	READ_CHUNK = 64 << 10,
+};
+
+struct process;
+
+enum source_kind { SOURCE_LISTEN, SOURCE_CONN, SOURCE_SIGNALS, SOURCE_OUTPUT, SOURCE_INPUT };
+
+/* Something the loop waits for. `fd` is -1 when closed; it outlives any event that still names it. */
+struct source {
+	int fd;
+	enum source_kind kind;
+	bool added;
+	uint32_t events;
+	uint8_t index;
+	struct process *owner;
+};
+
+/* The newest bytes of a stream, as a ring of `ring` bytes: in memory while small, then in an unlinked file.
+ * Before the first byte is dropped (tail == 0) positions equal offsets, so only then can the ring grow. */
+struct spool {
+	uint64_t tail, head;
+	uint32_t limit;		/* what the ring may grow to; 0 once evicted */
+	uint32_t ring;
+	uint32_t charged;	/* bytes counted against the sandbox's bound */
+	int fd;
+	uint8_t *memory;
+};
+
+struct stream {
+	struct source source;
+	struct spool spool;
+	uint64_t acked;		/* BLOCK: bytes before it may be dropped */
+	uint64_t window;	/* the follower holds everything before it */
+	uint64_t pushed;
+	uint64_t exit_end;
+	bool absent;		/* stderr of a pty or of MERGE */
+	bool tty;
+	bool block;
+	bool paused;		/* BLOCK and full: not read until an ACK makes room */
+	bool eof;
+	bool end_sent;
+};
+
+struct input_chunk {
+	uint32_t tag;
+	bool reply;
+	bool eof;
+	uint64_t end;		/* offset after the bytes */
+	uint32_t at, len;
+	uint8_t *data;
+};
+
+struct input {
+	struct source source;
+	bool tty;
+	bool eof;		/* accepted an end of file */
+	uint64_t accepted;
+	uint32_t count;
+	struct input_chunk chunk[INPUT_CHUNKS_MAX];
+};
+
+struct process {
+	uint32_t handle;
+	pid_t pid;
+	char *id;
+	struct digest digest;
+	uint8_t kind, leaf;
+	bool exited, follow, exit_sent, dirty, has_cgroup;
+	int wstatus;
+	uint64_t utime_us, stime_us, maxrss_kib, started_ns, ended_ns, backstop_ns;
+	struct stream out[2];
+	struct input *input;
+	struct process *next_by_id, *next_by_pid, *next_dirty, *next_ended, *next_lingering;
+};
+
+struct leaf {
+	bool given;
+	int procs[LEAF_PROCS_MAX];
+	uint8_t procs_count;
+	int dir;
+};
+
+struct rlimit_request {
+	uint32_t resource;
+	uint64_t soft, hard;
+};
+
+/* A decoded START; spans and places point into the frame's body. */
+struct start {
+	struct span id, user, cwd, script, input;
+	uint8_t kind;
+	uint16_t flags, rows, cols;
+	uint32_t spool_bytes, backstop_ms, argc, envc, limit_count;
+	uint8_t *argv_at, *env_at, *limits_at;
+};
+
+/* What the child needs besides the request. Descriptors are -1 when unused. */
+struct launch {
+	const struct start *request;
+	const struct leaf *leaf;
+	uint32_t handle;
+	int in, out, err;
+};
+
+/* main.c */
+extern struct settings {
+	uid_t uid;
+	gid_t gid;
+	int spool_dir, dev_null, dev_pts, proc;
+	struct rlimit nofile;	/* as it was given to us: what programs get */
+	uint64_t key[2];
+} settings;
+int loop_add(struct source *source, uint32_t events);
+void loop_set(struct source *source, uint32_t events);
+void loop_remove(struct source *source);
+void loop_close(struct source *source);
+
+/* conn.c */
+void conn_open(int listen_fd);
+void conn_accept(void);
+void conn_event(uint32_t events);
+bool conn_has_work(void);
+void conn_dispatch(void);
+void conn_flush(bool idle);
+int conn_wait_ms(void);
+bool conn_is_open(void);
+bool conn_has_output_room(size_t body_len);
+void conn_close_after_flush(void);
+int conn_take_fds(int *fds, int count);
+uint8_t *frame_begin(uint8_t type, uint32_t tag, size_t body_len_max);
+void frame_end(const uint8_t *end, bool urgent);
+void reply_error(uint32_t tag, int error);
+
+/* request.c */
+extern struct leaf leaves[LEAF_COUNT];
+extern bool hello_seen;
+bool request_handle(uint8_t type, uint32_t tag, uint8_t *body, size_t len);
+
+/* start.c */
+bool start_decode(struct start *start, uint8_t *body, size_t len);
+int start_process(const struct start *start, const struct digest *digest, struct process **out);
+
+/* child.c */
+_Noreturn void child_main(const struct launch *launch);
+
+/* user.c */
+struct identity {
+	uid_t uid;
+	gid_t gid;
+	gid_t groups[256];
+	size_t group_count;
+	char name[256];
+	char home[1024];
+};
+/* NULL, or what is wrong. */
+const char *identity_find(const char *user, struct identity *identity);
+
+/* applet.c */
+_Noreturn void applet_main(uint32_t argc, char **argv);
+
+/* process.c */
+struct counters {
+	uint32_t running, total, orphans_reaped;
+};
+extern struct counters counters;
+struct process *process_new(const struct start *start, const struct digest *digest);
+void process_discard(struct process *process);
+void process_started(struct process *process, pid_t pid);
+struct process *process_by_id(struct span id);
+struct process *process_by_handle(uint32_t handle);
+struct process *process_next_dirty(void);
+void process_mark_dirty(struct process *process);
+bool process_evict_oldest(void);
+void process_unfollow_all(void);
+void process_reap_all(void);
+void process_remove_cgroups(void);
+void process_check_backstops(void);
+int process_backstop_wait_ms(void);
+void process_thaw(uint64_t frozen_ns);
+void process_cgroup_name(char out[16], uint32_t handle);
+
+/* signals.c */
+uint32_t signal_scope(struct process *process, int signo, uint8_t scope);
+
+/* stream.c */
+void stream_init(struct stream *stream, struct process *owner, uint8_t index);
+void stream_readable(struct stream *stream);
+void stream_drain(struct stream *stream);
+void stream_ack(struct stream *stream, uint64_t offset);
+void process_follow(struct process *process, const uint64_t offsets[2]);
+void push_all(void);
+
+/* spool.c */
+void spool_configure(uint64_t bytes_max, uint64_t nofile);
+uint64_t spool_bytes_used(void);
+void spool_make_room(struct spool *spool, size_t len);
+uint64_t spool_room(const struct spool *spool, uint64_t acked);
+void spool_append(struct spool *spool, const uint8_t *data, size_t len);
+bool spool_read(struct spool *spool, uint64_t offset, uint8_t *out, size_t len);
+void spool_trim(struct spool *spool);
+bool spool_drop(struct spool *spool);
+
+/* input.c */
+struct input *input_new(struct process *owner, int fd, bool tty);
+void input_event(struct input *input, uint32_t events);
+int input_frame(struct input *input, uint32_t tag, uint64_t offset, bool eof, struct span data, bool reply);
+void input_close(struct input *input);
+void input_forget_replies(struct input *input);
+
+#endif

@@ -1,0 +1,248 @@
+/* barchan-init: process 1 of a sandbox. See docs/formats/guest-protocol.md.
+ *
+ *     barchan-init --listen-fd N --spool-fd N --spool-max-bytes N
+ */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <linux/capability.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/signalfd.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+
+#include "init.h"
+
+enum { EVENTS_PER_ROUND = 64, FIRST_OWN_FD = 10 };
+
+struct settings settings = {.spool_dir = -1, .dev_null = -1, .dev_pts = -1, .proc = -1};
+
+static int epoll_fd;
+static struct source signals = {.fd = -1, .kind = SOURCE_SIGNALS};
+
+_Noreturn static void die(const char *what)
+{
+	fprintf(stderr, "barchan-init: %s: %s\n", what, strerror(errno));
+	exit(2);
+}
+
+static int control(int op, struct source *source, uint32_t events)
+{
+	struct epoll_event event = {.events = events, .data.ptr = source};
+
+	return epoll_ctl(epoll_fd, op, source->fd, &event);
+}
+
+int loop_add(struct source *source, uint32_t events)
+{
+	if (control(EPOLL_CTL_ADD, source, events) != 0)
+		return -1;
+	source->added = true;
+	source->events = events;
+	return 0;
+}
+
+void loop_set(struct source *source, uint32_t events)
+{
+	if (source->added && source->events != events && control(EPOLL_CTL_MOD, source, events) == 0)
+		source->events = events;
+}
+
+void loop_remove(struct source *source)
+{
+	if (source->added)
+		control(EPOLL_CTL_DEL, source, 0);
+	source->added = false;
+}
+
+/* Closing alone is not enough: a child that is about to exec still holds a copy, which keeps the registration alive. */
+void loop_close(struct source *source)
+{
+	loop_remove(source);
+	close_fd(&source->fd);
+}
+
+static void handle_event(struct source *source, uint32_t events)
+{
+	struct signalfd_siginfo info[4];
+
+	if (source->fd < 0 || !source->added)
+		return;	/* closed by an earlier event of the same round */
+	switch (source->kind) {
+	case SOURCE_LISTEN:
+		conn_accept();
+		break;
+	case SOURCE_CONN:
+		conn_event(events);
+		break;
+	case SOURCE_SIGNALS:
+		if (read(source->fd, info, sizeof info) > 0)
+			process_reap_all();
+		break;
+	case SOURCE_OUTPUT:
+		stream_readable(&source->owner->out[source->index]);
+		break;
+	case SOURCE_INPUT:
+		input_event(source->owner->input, events);
+		break;
+	}
+}
+
+static int wait_ms(void)
+{
+	int a = conn_wait_ms(), b = process_backstop_wait_ms();
+
+	if (conn_has_work())
+		return 0;
+	if (a < 0 || b < 0)
+		return a < 0 ? b : a;
+	return a < b ? a : b;
+}
+
+_Noreturn static void loop(void)
+{
+	struct epoll_event events[EVENTS_PER_ROUND];
+
+	for (;;) {
+		int count = epoll_wait(epoll_fd, events, EVENTS_PER_ROUND, wait_ms());
+
+		if (count < 0 && errno != EINTR)
+			die("epoll_wait");
+		for (int i = 0; i < count; i++)
+			handle_event(events[i].data.ptr, events[i].events);
+		if (conn_has_work())
+			conn_dispatch();
+		push_all();
+		conn_flush(count <= 0);
+		/* After the host has its answers. A THAW that came with the wake-up was handled above, before this. */
+		process_remove_cgroups();
+		process_check_backstops();
+	}
+}
+
+/* Out of the way of the numbers that children get, and closed on exec. */
+static int adopt_fd(const char *text)
+{
+	int given = atoi(text);
+	int fd = fcntl(given, F_DUPFD_CLOEXEC, FIRST_OWN_FD);
+
+	if (fd < 0)
+		die("descriptor from the command line");
+	close(given);
+	return fd;
+}
+
+static int open_own(const char *path, int flags)
+{
+	return open(path, flags | O_CLOEXEC);
+}
+
+/* Opened before any guest code runs, so that what the guest puts at these paths later does not matter. */
+static void open_devices(void)
+{
+	struct stat st;
+
+	settings.dev_null = open_own("/dev/null", O_RDWR | O_NOCTTY);
+	if (settings.dev_null >= 0 && (fstat(settings.dev_null, &st) != 0 || st.st_rdev != makedev(1, 3)))
+		close_fd(&settings.dev_null);
+	settings.dev_pts = open_own("/dev/pts", O_PATH | O_DIRECTORY);
+	settings.proc = open_own("/proc", O_RDONLY | O_DIRECTORY);
+	for (int fd = 0; fd < 3; fd++)
+		if (fcntl(fd, F_GETFD) < 0 && settings.dev_null >= 0)
+			dup2(settings.dev_null, fd);
+}
+
+static void set_up_signals(void)
+{
+	struct sigaction act = {.sa_handler = SIG_DFL};
+	sigset_t all, child;
+
+	for (int i = 1; i <= 64; i++)
+		sigaction(i, &act, NULL);	/* fails for those that have no disposition, and they don't matter */
+	sigfillset(&all);
+	sigprocmask(SIG_BLOCK, &all, NULL);
+	sigemptyset(&child);
+	sigaddset(&child, SIGCHLD);
+	signals.fd = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
+	if (signals.fd < 0 || loop_add(&signals, EPOLLIN) != 0)
+		die("signalfd");
+}
+
+/* Keep only what is used here; leave nothing that an exec could give to a child. */
+static void drop_capabilities(void)
+{
+	const uint64_t keep = 1ull << CAP_SETUID | 1ull << CAP_SETGID | 1ull << CAP_KILL | 1ull << CAP_CHOWN |
+			      1ull << CAP_SYS_RESOURCE | 1ull << CAP_SYS_TIME;
+	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+	struct __user_cap_data_struct data[2];
+
+	if (syscall(SYS_capget, &header, data) != 0)
+		die("capget");
+	prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
+	for (unsigned long cap = 0; cap < 64; cap++)
+		if (prctl(PR_CAPBSET_READ, cap) == 1)
+			prctl(PR_CAPBSET_DROP, cap);	/* without CAP_SETPCAP the starter must have done it */
+	for (int i = 0; i < 2; i++) {
+		data[i].permitted &= (uint32_t)(keep >> (32 * i));
+		data[i].effective = data[i].permitted;
+		data[i].inheritable = 0;
+	}
+	if (syscall(SYS_capset, &header, data) != 0)
+		die("capset");
+}
+
+static void harden(void)
+{
+	struct rlimit nofile;
+
+	settings.uid = getuid();
+	settings.gid = getgid();
+	umask(022);
+	if (getrlimit(RLIMIT_NOFILE, &settings.nofile) != 0)
+		die("getrlimit");
+	nofile = settings.nofile;
+	nofile.rlim_cur = nofile.rlim_max;
+	setrlimit(RLIMIT_NOFILE, &nofile);
+	drop_capabilities();
+	if (prctl(PR_SET_DUMPABLE, 0) != 0)
+		die("PR_SET_DUMPABLE");
+	if (getppid() == 0 && prctl(PR_SET_PDEATHSIG, SIGKILL) != 0)
+		die("PR_SET_PDEATHSIG");
+	if (getrandom(settings.key, sizeof settings.key, 0) != sizeof settings.key)
+		die("getrandom");
+}
+
+int main(int argc, char **argv)
+{
+	int listen_fd = -1;
+	uint64_t spool_max = 0;
+
+	for (int i = 1; i + 1 < argc; i += 2) {
+		if (strcmp(argv[i], "--listen-fd") == 0)
+			listen_fd = adopt_fd(argv[i + 1]);
+		else if (strcmp(argv[i], "--spool-fd") == 0)
+			settings.spool_dir = adopt_fd(argv[i + 1]);
+		else if (strcmp(argv[i], "--spool-max-bytes") == 0)
+			spool_max = strtoull(argv[i + 1], NULL, 10);
+	}
+	if (listen_fd < 0 || settings.spool_dir < 0 || spool_max == 0) {
+		fputs("usage: barchan-init --listen-fd N --spool-fd N --spool-max-bytes N\n", stderr);
+		return 2;
+	}
+	if (fcntl(listen_fd, F_SETFL, O_NONBLOCK) != 0)
+		die("listening socket");
+	epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+	if (epoll_fd < 0)
+		die("epoll_create1");
+	open_devices();
+	harden();
+	spool_configure(spool_max, settings.nofile.rlim_max);
+	set_up_signals();
+	conn_open(listen_fd);
+	loop();
+}
