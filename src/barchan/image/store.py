@@ -185,7 +185,6 @@ class ImageStore:
     def _locked(self) -> Iterator[None]:
         for directory in (self._templates, self._layers, self._tmp):
             directory.mkdir(parents=True, exist_ok=True)
-        self.root.chmod(0o755)
         lock = os.open(self.root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,0 +1,210 @@
+"""The image store: names, digests, crash safety, builders side by side."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
+from barchan.image.store import ImageStore, NewLayer
+from barchan.image.template import Layer, Template, TemplateConfig
+
+
+def commit(store: ImageStore, name: str, content: bytes = b"layer", **config: object) -> Template:
+    """Store a template with one layer of these bytes."""
+    with store.workspace() as workspace:
+        path = workspace / "layer"
+        path.write_bytes(content)
+        layer = Layer(hashlib.sha256(content).hexdigest(), "erofs")
+        return store.commit(msgspec.convert({"name": name, **config}, TemplateConfig), (NewLayer(layer, path),))
+
+
+def files(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def test_a_template_is_found_by_name_digest_and_prefix(tmp_path: Path) -> None:
+    """`resolve` takes a name, a digest with or without `sha256:`, or its first twelve digits."""
+    store = ImageStore(tmp_path / "images")
+    made = commit(store, "swe/django:1.2", user="agent", workdir="/work", env={"A": "1"}, source="dir:/x")
+    for wanted in ("swe/django:1.2", made.digest, f"sha256:{made.digest}", made.digest[:12]):
+        assert store.resolve(wanted) == made
+    assert made.size_bytes == len(b"layer")
+    assert store.layer_path(made.layers[0]).read_bytes() == b"layer"
+    assert [info.name for info in store.list()] == ["swe/django:1.2"]
+    assert store.list()[0].layers == (made.layers[0].digest,)
+
+
+def test_what_is_missing_is_answered_with_what_there_is(tmp_path: Path) -> None:
+    """`NotFound` names the images there are and the command that builds one; an absent store is an empty one."""
+    store = ImageStore(tmp_path / "images")
+    with pytest.raises(NotFound, match=r"store is empty.*barchan image build debian"):
+        store.resolve("debian")
+    assert store.list() == []
+    assert not (tmp_path / "images").exists()
+    made = commit(store, "one")
+    for wanted in ("two", made.digest[:11], "x" * 1000, "../one", "one\0"):
+        with pytest.raises(NotFound, match="there are: one"):
+            store.resolve(wanted)
+
+
+def test_an_ambiguous_prefix_is_not_guessed(tmp_path: Path) -> None:
+    """Two names of one content share a digest, which is fine; a prefix of two digests is nobody's."""
+    store = ImageStore(tmp_path)
+    one, other = commit(store, "one"), commit(store, "other")
+    assert one.digest == other.digest
+    assert store.resolve(one.digest).digest == one.digest
+    path = tmp_path / "templates" / "third.json"
+    third = msgspec.structs.replace(one, name="third", digest=one.digest[:20] + "0" * 44)
+    path.write_bytes(msgspec.json.encode(third))
+    with pytest.raises(NotFound):
+        store.resolve(one.digest[:12])
+
+
+def test_the_digest_covers_what_a_sandbox_sees_and_nothing_else(tmp_path: Path) -> None:
+    """Same layers, user, workdir and env in any order: same digest; any of them changed: another one."""
+    store = ImageStore(tmp_path)
+    first = commit(store, "a", env={"A": "1", "B": "2"}, source="x").digest
+    assert commit(store, "b", env={"B": "2", "A": "1"}, source="y").digest == first
+    others = [
+        commit(store, "c", b"other", env={"A": "1", "B": "2"}).digest,
+        commit(store, "c", env={"A": "1"}).digest,
+        commit(store, "c", env={"A": "1", "B": "2"}, user="root").digest,
+        commit(store, "c", env={"A": "1", "B": "2"}, workdir="/w").digest,
+    ]
+    assert len({first, *others}) == 5
+
+
+def test_removing_keeps_the_layers_that_others_need(tmp_path: Path) -> None:
+    """A layer goes with its last template; replacing a template drops the layer that it alone had."""
+    store = ImageStore(tmp_path)
+    commit(store, "one")
+    shared = commit(store, "two")
+    store.remove("one")
+    assert store.layer_path(shared.layers[0]).exists()
+    commit(store, "two", b"newer")
+    assert not store.layer_path(shared.layers[0]).exists()
+    store.remove("two")
+    assert files(tmp_path) == set()
+    with pytest.raises(NotFound):
+        store.remove("two")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"name": ""},
+        {"name": "../x"},
+        {"name": "a" * 129},
+        {"name": "a" + "/" * 127},
+        {"name": "0123456789ab"},
+        {"name": "sha256:x"},
+        {"name": "x", "user": "a b"},
+        {"name": "x", "user": "a:b:c"},
+        {"name": "x", "workdir": "home"},
+        {"name": "x", "workdir": "/a\0"},
+        {"name": "x", "env": {"": "1"}},
+        {"name": "x", "env": {"A=B": "1"}},
+        {"name": "x", "env": {"A": "\0"}},
+    ],
+)
+def test_a_template_that_no_sandbox_could_use_is_refused(tmp_path: Path, config: dict[str, object]) -> None:
+    """A bad name, user, directory or variable is `InvalidSpec`, and nothing is stored."""
+    with pytest.raises(InvalidSpec):
+        commit(ImageStore(tmp_path), **{"name": "x", **config})  # type: ignore[arg-type]
+    assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"name": "x"}'])
+def test_a_damaged_template_is_told_not_guessed(tmp_path: Path, content: bytes) -> None:
+    """A template file that does not decode is `BlobCorrupt`, also when another image is asked for by digest."""
+    store = ImageStore(tmp_path)
+    commit(store, "x")
+    (tmp_path / "templates" / "x.json").write_bytes(content)
+    with pytest.raises(BlobCorrupt, match="build it again"):
+        store.resolve("x")
+
+
+def test_a_template_of_a_newer_format_is_refused(tmp_path: Path) -> None:
+    """The format number decides, even where the fields would decode."""
+    store = ImageStore(tmp_path)
+    made = commit(store, "x")
+    (tmp_path / "templates" / "x.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(made, format=2)))
+    with pytest.raises(BlobCorrupt, match="format 2"):
+        store.resolve("x")
+
+
+# Commits a second version of `x`, and dies by SIGKILL at the n-th call that changes or syncs a file.
+KILLED_BUILDER = textwrap.dedent("""
+    import os, signal, sys
+    from pathlib import Path
+    from tests.unit.image.test_store import commit
+    from barchan.image.store import ImageStore
+
+    left = int(sys.argv[2])
+    def dying(call):
+        def wrapper(*args, **kwargs):
+            global left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+        return wrapper
+    for owner, name in ((os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "unlink"), (Path, "write_bytes")):
+        setattr(owner, name, dying(getattr(owner, name)))
+    commit(ImageStore(Path(sys.argv[1])), "x", b"second")
+""")
+
+
+def run_builder(root: Path, dies_at: int) -> int:
+    source = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source}"}
+    argv = [sys.executable, "-c", KILLED_BUILDER, str(root), str(dies_at)]
+    return subprocess.run(argv, env=environment, check=False, timeout=60).returncode
+
+
+def test_a_builder_killed_anywhere_leaves_a_whole_store(tmp_path: Path) -> None:
+    """At every step: the old template or the new one, its layers whole; the next build removes the remains."""
+    dies_at, returncode = 0, -signal.SIGKILL
+    while returncode != 0:
+        dies_at += 1
+        root = tmp_path / str(dies_at)
+        store = ImageStore(root)
+        commit(store, "x", b"first")
+        returncode = run_builder(root, dies_at)
+        assert returncode in (0, -signal.SIGKILL)
+        found = store.resolve("x")
+        content = store.layer_path(found.layers[0]).read_bytes()
+        assert content in (b"first", b"second")
+        assert hashlib.sha256(content).hexdigest() == found.layers[0].digest
+        commit(store, "y", b"third")
+        assert list((root / "tmp").iterdir()) == []
+        assert files(root / "layers") == {store.layer_path(template.layers[0]).name for template in store.templates()}
+    assert dies_at > 8  # the builder was killed at many different steps
+    assert store.layer_path(store.resolve("x").layers[0]).read_bytes() == b"second"
+
+
+def test_a_living_builder_keeps_its_workspace(tmp_path: Path) -> None:
+    """Builders work side by side: entering a workspace removes only those whose owner is dead."""
+    store = ImageStore(tmp_path)
+    with store.workspace() as mine:
+        (mine / "half").write_bytes(b"x")
+        commit(store, "other")
+        with store.workspace() as second:
+            assert second != mine
+        assert (mine / "half").read_bytes() == b"x"
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    """An exception in a workspace removes it."""
+    with pytest.raises(RuntimeError), ImageStore(tmp_path).workspace() as workspace:
+        (workspace / "deep" / "er").mkdir(parents=True)
+        raise RuntimeError
+    assert list((tmp_path / "tmp").iterdir()) == []
