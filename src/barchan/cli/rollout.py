@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import aiohttp
 from cyclopts import App, Parameter
@@ -26,6 +26,7 @@ from barchan.rollout.store import RunFolder
 from barchan.rollout.summary import Summary, Tally
 from barchan.rollout.task import Task
 from barchan.rollout.tasksets import TASK_SETS
+from barchan.sdk.aio.client import AsyncClient
 
 app = App(name="rollout", help_format="plaintext")
 
@@ -47,7 +48,7 @@ def humaneval(
     base_url: str | None = None,
     model: str | None = None,
     temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
-    max_tokens: Count = 1024,
+    max_tokens: Count = 512,
     api_key_env: str = "OPENAI_API_KEY",
     common: Common = DEFAULTS,
 ) -> int:
@@ -185,7 +186,7 @@ async def _policy(name: PolicyName, chat: ChatSettings | None) -> AsyncIterator[
         yield ChatPolicy(session, chat)
 
 
-async def _require_template(client: Any, template: str) -> None:
+async def _require_template(client: AsyncClient, template: str) -> None:
     """Better one line now than every rollout void."""
     names = [name for image in await client.images() for name in (image.name, image.digest)]
     if not any(name == template or name.startswith(template) for name in names):

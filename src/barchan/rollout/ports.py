@@ -26,6 +26,7 @@ class Sandbox(Protocol):
         *,
         stdin: bytes = ...,
         user: str | None = ...,
+        cwd: str | None = ...,
         rlimits: RLimits = ...,
         timeout_s: float = ...,
         max_output_bytes: int = ...,

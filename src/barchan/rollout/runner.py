@@ -38,10 +38,17 @@ class Runner:
                 count += 1
 
     async def run(self) -> None:
-        """Run them all. Cancelling frees the sandboxes of the unfinished ones and records these as cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(self._settings.concurrency, self.rollouts_total)):
-                group.create_task(self._work())
+        """Run them all. Cancelling frees the sandboxes of the unfinished ones and records these as cancelled.
+
+        Raises:
+            Exception: What the sink raised; it ends the run, like cancelling.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._settings.concurrency, self.rollouts_total)):
+                    group.create_task(self._work())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
     async def _work(self) -> None:
         for job in self._jobs:

@@ -6,6 +6,7 @@ from typing import Self
 
 import msgspec
 
+from barchan.errors import BackendError
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.summary import Summary
 
@@ -31,9 +32,16 @@ class RunFolder:
         self._file.close()
 
     def add(self, record: RolloutRecord) -> None:
-        """Append a line and hand it to the kernel, so that a killed run keeps it."""
-        self._file.write(self._encoder.encode(record) + b"\n")
-        self._file.flush()
+        """Append a line and hand it to the kernel, so that a killed run keeps it.
+
+        Raises:
+            BackendError: It can't be written; a run that can't keep its results should not go on.
+        """
+        try:
+            self._file.write(self._encoder.encode(record) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise BackendError(f"the results can't be written to {self.path}: {error.strerror}") from error
 
     def finish(self, summary: Summary) -> None:
         (self.path / SUMMARY).write_bytes(msgspec.json.format(self._encoder.encode(summary), indent=2) + b"\n")

@@ -71,6 +71,7 @@ class FakeSandbox:
         *,
         stdin: bytes = b"",
         user: str | None = None,
+        cwd: str | None = None,
         rlimits: RLimits = {},  # noqa: B006 (never changed)
         timeout_s: float = 0,
         max_output_bytes: int = 0,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from barchan.errors import BootFailed, CapacityError, ConnectionLost, ModelError
+from barchan.errors import BackendError, BootFailed, CapacityError, ConnectionLost, ModelError
 from barchan.rollout.attempt import ARTIFACT_BYTES_MAX, RunSettings
 from barchan.rollout.policies import Answer, NopPolicy, OraclePolicy, Policy
 from barchan.rollout.record import RolloutRecord
@@ -211,6 +211,20 @@ async def test_cancelling_keeps_what_is_finished_and_frees_the_rest() -> None:
     assert sorted(record.verdict.status for record in records) == ["cancelled", "cancelled", "scored"]
     assert {record.verdict.cause for record in records if record.verdict.status == "cancelled"} == {"cancelled_user"}
     assert client.live == set()
+
+
+async def test_a_sink_that_fails_ends_the_run() -> None:
+    """Results that can't be kept end the run with that error, and free every sandbox."""
+    client = FakeClient()
+
+    def full(record: RolloutRecord) -> None:
+        raise BackendError("no space")
+
+    settings = RunSettings(run_id="run", template="t", group=50, concurrency=2)
+    with pytest.raises(BackendError, match="no space"):
+        await Runner(client, [task()], OraclePolicy(), settings, full).run()
+    assert client.live == set()
+    assert len(client.create_ids) < 20
 
 
 async def test_time_is_accounted_by_stage() -> None:

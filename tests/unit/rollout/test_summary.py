@@ -1,5 +1,6 @@
 """A run in numbers, and its folder."""
 
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from barchan.errors import BackendError
 from barchan.model.verdict import Verdict
 from barchan.rollout.policies import Completion
 from barchan.rollout.record import RolloutRecord, Timings
@@ -106,6 +108,15 @@ def test_a_runs_folder_keeps_each_rollout_as_it_comes(tmp_path: Path) -> None:
         file.write(b'{"run_id": "cut sh')
     assert len(read_rollouts(folder.path)) == 2
     assert msgspec.json.decode((folder.path / "summary.json").read_bytes(), type=Summary).scored == 1
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that can't be written is an error, not a silent gap."""
+    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed below, with the file it stands in for)
+    with closing(full), RunFolder(tmp_path) as folder, closing(folder._file):
+        monkeypatch.setattr(folder, "_file", full)
+        with pytest.raises(BackendError, match="No space left"):
+            folder.add(record(ONE))
 
 
 def test_an_earlier_run_is_never_written_over(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ async def grade(sandbox: Sandbox, task: Task, source: str, limits: GradingLimits
             [*INTERPRETER, program("checker")],
             stdin=codec.encode(job),
             user=CHECKER_USER,
+            cwd="/",
             timeout_s=limits.wall_s + PLATFORM_SLACK_S,
             max_output_bytes=REPORT_BYTES_MAX,
         )
@@ -89,6 +90,7 @@ async def _run_candidate(sandbox: Sandbox, limits: GradingLimits) -> ExecResult:
     return await sandbox.exec(
         [*INTERPRETER, program("candidate")],
         user=CANDIDATE_USER,
+        cwd="/",
         timeout_s=limits.wall_s + 2 * PLATFORM_SLACK_S,
         max_output_bytes=4096,
         rlimits={

@@ -42,7 +42,7 @@ class ChatSettings(Struct, frozen=True, kw_only=True):
     base_url: str
     model: str
     temperature: float = 0.0
-    max_tokens: int = 1024
+    max_tokens: int = 512
     api_key: str | None = None
     request_timeout_s: float = 600.0
     attempts_max: int = 6
@@ -107,7 +107,7 @@ class ChatPolicy:
             "temperature": self._settings.temperature,
             "max_tokens": self._settings.max_tokens,
             "logprobs": True,
-            "top_logprobs": 0,
+            "top_logprobs": 1,  # 0 makes some servers leave out the sampled token's own
         }
         reply, requests = await self._ask_patiently(body)
         return answer_of(reply, task, requests)
