@@ -7,7 +7,6 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-import barchan
 from barchan.backends.base import Capabilities, Ended
 from barchan.backends.container import probe
 from barchan.backends.container.cgroup import Counters
@@ -118,7 +117,7 @@ class ContainerBackend:
         if missing:
             lines = "; ".join(f"{item.name}: {item.found} ({item.remedy})" for item in missing)
             raise RequirementMissing(f"this host can't run containers yet: {lines}")
-        binaries = Path(barchan.__file__).parent / "_guest"
+        binaries = Path(__file__).parents[2] / "_guest"
         free_mib = shutil.disk_usage(self._state_dir).free >> 20
         process = await asyncio.create_subprocess_exec(
             binaries / "barchan-supervisor",
