@@ -3,7 +3,9 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # Suites that own the whole machine for their time (nodes, cgroups, timing) run one test after the other.
 SERIAL := $(wildcard tests/conformance tests/integration tests/security tests/perf)
-PYTHON_FILES := src tests scripts hatch_build.py
+ASAN := $(CURDIR)/build/guest
+# The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
+export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
 .PHONY: setup check test bench rollout rollout-llm clean
 
@@ -18,7 +20,9 @@ check: setup
 
 test: check
 	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy $(SERIAL))
-	$(if $(SERIAL),$(PYTEST) -q $(SERIAL))
+	$(MAKE) --no-print-directory -C guest OUT=$(ASAN) asan
+	BARCHAN_INIT=$(ASAN)/asan/barchan-init $(PYTEST) -q -n 2 --dist loadfile tests/guest
+	$(PYTEST) -q $(SERIAL)
 
 bench:
 	@scripts/setup.sh bench

@@ -7,7 +7,11 @@ LINES_MAX = 800
 SLACK_LINES = 25
 
 # Files longer than LONG_LINES, with the length they must not pass. A bound follows its file down and is never raised.
-BOUNDS: dict[str, int] = {}
+BOUNDS = {
+    "bench/bare/bare.c": 643,
+    "guest/init/tar_in.c": 563,
+    "tests/unit/node/test_egress.py": 797,
+}
 
 
 def test_file_sizes_only_ratchet_down() -> None:

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "": _CLIENT,
     "rollout": _CLIENT | {"trajectory"},
     "compat": _JOB | {""},
-    "bench": _JOB | {""},
+    "bench": _JOB | {"", "image"},  # it measures with an image that it makes
     "sim": _VALUES | {"core"},
     # The command line is the top: besides being a client it sets up a node (images, requirements, the node itself).
     "cli": _JOB | {"", "bench", "compat", "sim", "image", "backends", "node"},
