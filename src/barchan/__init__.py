@@ -1,0 +1,188 @@
+"""Barchan: elastic sandboxes for agentic reinforcement learning.
+
+Everything public is listed in `__all__`; all else may change. Names are loaded on first use, so that a program pays
+only for the parts it touches.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from barchan.errors import (
+        BackendError,
+        BarchanError,
+        BlobCorrupt,
+        BootFailed,
+        CallerError,
+        CapacityError,
+        Conflict,
+        ConnectionLost,
+        ConnectTimeout,
+        Denied,
+        ExecFailed,
+        ExecTimeout,
+        GuestError,
+        GuestOutOfMemory,
+        GuestWrecked,
+        InitDied,
+        InvalidSpec,
+        LocalProtocolError,
+        ModelError,
+        NodeLost,
+        NotFound,
+        OutputLimitExceeded,
+        ProtocolError,
+        QuotaExceeded,
+        ReadTimeout,
+        RemoteProtocolError,
+        RequirementMissing,
+        SandboxExpired,
+        SandboxLost,
+        SnapshotIncompatible,
+        TaskError,
+        TransportError,
+    )
+    from barchan.model.node import ImageInfo, NodeInfo
+    from barchan.model.sandbox import (
+        ExecResult,
+        FileChange,
+        FileInfo,
+        ProcessInfo,
+        SandboxInfo,
+        SandboxSpec,
+        SandboxStats,
+        Usage,
+    )
+    from barchan.model.verdict import Evidence, Verdict
+    from barchan.sdk.aio.client import AsyncClient, connect_async
+    from barchan.sdk.aio.files import AsyncFiles
+    from barchan.sdk.aio.process import AsyncProcess
+    from barchan.sdk.aio.sandbox import AsyncSandbox
+    from barchan.sdk.aio.shell import AsyncShell, ShellResult
+    from barchan.sdk.aio.terminal import AsyncTerminal
+    from barchan.sdk.client import Client, connect
+    from barchan.sdk.endpoint import set_token
+    from barchan.sdk.files import Files
+    from barchan.sdk.sandbox import Process, Sandbox
+    from barchan.sdk.shell import Shell
+    from barchan.sdk.terminal import Terminal
+
+    __version__: str
+
+_HOMES = {
+    "barchan.sdk.client": ("connect", "Client"),
+    "barchan.sdk.aio.client": ("connect_async", "AsyncClient"),
+    "barchan.sdk.endpoint": ("set_token",),
+    "barchan.sdk.sandbox": ("Sandbox", "Process"),
+    "barchan.sdk.aio.sandbox": ("AsyncSandbox",),
+    "barchan.sdk.aio.process": ("AsyncProcess",),
+    "barchan.sdk.files": ("Files",),
+    "barchan.sdk.aio.files": ("AsyncFiles",),
+    "barchan.sdk.shell": ("Shell",),
+    "barchan.sdk.aio.shell": ("AsyncShell", "ShellResult"),
+    "barchan.sdk.terminal": ("Terminal",),
+    "barchan.sdk.aio.terminal": ("AsyncTerminal",),
+    "barchan.model.sandbox": (
+        "SandboxSpec",
+        "SandboxInfo",
+        "SandboxStats",
+        "ExecResult",
+        "Usage",
+        "ProcessInfo",
+        "FileInfo",
+        "FileChange",
+    ),
+    "barchan.model.node": ("NodeInfo", "ImageInfo"),
+    "barchan.model.verdict": ("Verdict", "Evidence"),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    # connect, and what it leads to
+    "connect",
+    "connect_async",
+    "set_token",
+    "Client",
+    "AsyncClient",
+    "Sandbox",
+    "AsyncSandbox",
+    "Process",
+    "AsyncProcess",
+    "Files",
+    "AsyncFiles",
+    "Shell",
+    "AsyncShell",
+    "Terminal",
+    "AsyncTerminal",
+    # values
+    "SandboxSpec",
+    "SandboxInfo",
+    "SandboxStats",
+    "ExecResult",
+    "ShellResult",
+    "Usage",
+    "ProcessInfo",
+    "FileInfo",
+    "FileChange",
+    "ImageInfo",
+    "NodeInfo",
+    "Verdict",
+    "Evidence",
+    # errors, as drawn in errors.py
+    "BarchanError",
+    "CallerError",
+    "InvalidSpec",
+    "NotFound",
+    "Conflict",
+    "Denied",
+    "QuotaExceeded",
+    "SandboxExpired",
+    "GuestError",
+    "ExecFailed",
+    "ExecTimeout",
+    "OutputLimitExceeded",
+    "GuestOutOfMemory",
+    "GuestWrecked",
+    "CapacityError",
+    "SandboxLost",
+    "NodeLost",
+    "BootFailed",
+    "InitDied",
+    "BackendError",
+    "RequirementMissing",
+    "SnapshotIncompatible",
+    "BlobCorrupt",
+    "TransportError",
+    "ConnectTimeout",
+    "ReadTimeout",
+    "ConnectionLost",
+    "ProtocolError",
+    "LocalProtocolError",
+    "RemoteProtocolError",
+    "ModelError",
+    "TaskError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = (
+        _version() if name == "__version__" else getattr(import_module(_MODULE_OF.get(name, "barchan.errors")), name)
+    )
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("barchan")
+    except PackageNotFoundError:
+        return "0+source"  # run from a source tree that was not installed

@@ -1,0 +1,221 @@
+"""The way to a node: create, find and end sandboxes."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Generator, Mapping
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from msgspec.structs import replace
+
+from barchan.errors import BarchanError, ReadTimeout
+from barchan.model.node import ImageInfo, Killed, NodeInfo
+from barchan.model.sandbox import SandboxInfo, SandboxSpec
+from barchan.sdk.aio.sandbox import AsyncSandbox
+from barchan.sdk.cancel import clean_up
+from barchan.sdk.embedded import ensure_node
+from barchan.sdk.endpoint import Endpoint, checked_token, endpoint_of, remember_token, token_of
+from barchan.sdk.lease import Lease
+from barchan.sdk.options import CreateOptions, sandbox_spec
+from barchan.sdk.transport import Call, Transport, encode
+
+NODE_INFO = Call("node_info", NodeInfo)
+IMAGES = Call("image_list", list[ImageInfo])
+CREATE = Call("create", SandboxInfo)
+LIST = Call("list", list[SandboxInfo])
+KILL_MANY = Call("kill_many", Killed)
+
+CREATE_TIMEOUT_S = 120.0
+_CREATING_MAX = 64  # at once, of one create_many; the node has bounds of its own
+_KILL_TIMEOUT_S = 120.0
+
+
+class AsyncClient:
+    """A connection to one node, made by `connect_async()`; closing it ends the sandboxes it made, but detached ones."""
+
+    def __init__(self, endpoint: Endpoint, token: str | None = None) -> None:
+        self.endpoint = endpoint
+        self._transport = Transport(endpoint, token)
+        self._lease = Lease(self._transport)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.endpoint)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (self.endpoint,)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End this client's lease, and with it every sandbox it has created and not detached; then the connections."""
+        try:
+            await self._lease.end()
+        finally:
+            await self._transport.close()
+
+    async def create(
+        self,
+        template: str | SandboxSpec,
+        *,
+        timeout_s: float = CREATE_TIMEOUT_S,
+        **options: Unpack[CreateOptions],
+    ) -> AsyncSandbox:
+        """Start a sandbox. Repeating it with the same `create_id` gives the same sandbox.
+
+        If this is cancelled or times out, the half-made sandbox is gone before that is seen.
+
+        Raises:
+            CapacityError: The node has no room now; `details["retry_after_ms"]` says when to ask again.
+        """
+        spec = sandbox_spec(template, options)
+        if not spec.detach and spec.lease_id is None:
+            spec = replace(spec, lease_id=await self._lease.ensure())
+        task = asyncio.ensure_future(self._transport.value(CREATE, CREATE.target(), encode(spec), timeout_s=timeout_s))
+        try:
+            info = await asyncio.shield(task)
+        except (asyncio.CancelledError, ReadTimeout) as error:
+            await clean_up(error, self._end_created(task, spec), f"the sandbox of create_id {spec.create_id} may live")
+            raise
+        return AsyncSandbox(self._transport, info.sandbox_id)
+
+    async def _end_created(self, task: "asyncio.Task[SandboxInfo]", spec: SandboxSpec) -> None:
+        """End it until the call is over: before, the node may not have seen it yet, and would start what was ended."""
+        target = KILL_MANY.target({"create_id": spec.create_id})
+        delay_s, is_over = 0.02, False
+        try:
+            while not is_over:
+                is_over = task.done()
+                await self._transport.value(KILL_MANY, target)
+                await asyncio.wait({task}, timeout=delay_s)
+                delay_s = min(2 * delay_s, 0.5)
+        finally:
+            task.cancel()
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def create_many(
+        self,
+        template: str | SandboxSpec,
+        *,
+        n: int,
+        timeout_s: float = CREATE_TIMEOUT_S,
+        **options: Unpack[CreateOptions],
+    ) -> AsyncGenerator[AsyncSandbox | BarchanError, None]:
+        """Start `n` sandboxes alike, and give each as it is ready, or the error that its start ended in.
+
+        Leaving the iteration early ends those that were not given yet: at once with `contextlib.aclosing`, else when
+        the event loop has disposed of it. With a `create_id`, the sandboxes are its `-0`, `-1`, ... and repeating finds
+        them.
+        """
+        spec = sandbox_spec(template, options)
+        turns = asyncio.Semaphore(_CREATING_MAX)
+
+        async def one(index: int) -> AsyncSandbox | BarchanError:
+            async with turns:
+                try:
+                    return await self.create(replace(spec, create_id=f"{spec.create_id}-{index}"), timeout_s=timeout_s)
+                except BarchanError as error:
+                    return error
+
+        pending = {asyncio.ensure_future(one(index)) for index in range(n)}
+        ready: list[asyncio.Task[AsyncSandbox | BarchanError]] = []
+        try:
+            while pending or ready:
+                if not ready:
+                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    ready += done
+                yield ready.pop().result()
+        except BaseException as error:
+            await clean_up(error, _end_all(pending, ready), "sandboxes of this create_many may live")
+            raise
+
+    async def attach(self, sandbox_id: str) -> AsyncSandbox:
+        """A handle on a sandbox that exists, whoever made it.
+
+        Raises:
+            NotFound: The node has no such sandbox.
+        """
+        sandbox = AsyncSandbox(self._transport, sandbox_id)
+        await sandbox.info()
+        return sandbox
+
+    async def images(self) -> list[ImageInfo]:
+        """The templates that the node can start."""
+        return await self._transport.value(IMAGES, IMAGES.target())
+
+    async def list(self, *, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
+        """The live sandboxes of the node that have all these labels."""
+        return await self._transport.value(LIST, LIST.target({"label": _labels(labels or {})}))
+
+    async def kill(self, *, labels: Mapping[str, str]) -> int:
+        """End every sandbox of the node that has all these labels (with none given: every one); returns how many."""
+        target = KILL_MANY.target({"label": _labels(labels)})
+        return (await self._transport.value(KILL_MANY, target, timeout_s=_KILL_TIMEOUT_S)).killed
+
+    async def node_info(self) -> NodeInfo:
+        return await self._transport.value(NODE_INFO, NODE_INFO.target())
+
+    async def greet(self) -> Self:
+        """Ask the node who it is, starting this user's own if it doesn't run; a wrong address or token shows here."""
+        if self.endpoint.state_dir is not None:
+            await asyncio.to_thread(ensure_node, self.endpoint.state_dir)
+        await self._transport.value(NODE_INFO, NODE_INFO.target(), patience_s=0)
+        return self
+
+
+async def _end_all(
+    pending: "set[asyncio.Task[AsyncSandbox | BarchanError]]", ready: "list[asyncio.Task[AsyncSandbox | BarchanError]]"
+) -> None:
+    for task in pending:
+        task.cancel()
+    made = await asyncio.gather(*pending, *ready, return_exceptions=True)
+    await asyncio.gather(*(sandbox.kill() for sandbox in made if isinstance(sandbox, AsyncSandbox)))
+
+
+def _labels(labels: Mapping[str, str]) -> list[str] | None:
+    return [f"{name}={value}" for name, value in labels.items()] or None
+
+
+class Connecting:
+    """What `connect_async()` returns: await it for the client, or enter it to have the client closed at the end."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    def __await__(self) -> Generator[Any, None, AsyncClient]:
+        return self._greet().__await__()
+
+    async def _greet(self) -> AsyncClient:
+        try:
+            return await self._client.greet()
+        except BaseException:
+            await self._client.close()
+            raise
+
+    async def __aenter__(self) -> AsyncClient:
+        return await self._greet()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.close()
+
+
+def connect_async(
+    url: str | None = None, *, token: str | None = None, state_dir: str | os.PathLike[str] | None = None
+) -> Connecting:
+    """The native twin of `connect()`: `client = await connect_async()`, or `async with connect_async() as client`."""
+    endpoint = endpoint_of(url, state_dir)
+    if token is not None:
+        checked_token(token)
+        remember_token(endpoint, token)
+    return Connecting(AsyncClient(endpoint, token if token is not None else token_of(endpoint)))
+
+
+def _revive(endpoint: Endpoint) -> AsyncClient:
+    return AsyncClient(endpoint, token_of(endpoint))

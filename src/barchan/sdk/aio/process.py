@@ -1,0 +1,246 @@
+"""A program in the background: its output from any offset, its input without doubling a byte, its end."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from barchan.errors import ConnectionLost, NotFound, ReadTimeout, RemoteProtocolError, SandboxExpired, SandboxLost
+from barchan.model.sandbox import OutputChunk, ProcessInfo, StartRequest
+from barchan.sdk.background import BACKGROUND
+from barchan.sdk.cancel import clean_up
+from barchan.sdk.endpoint import Endpoint
+from barchan.sdk.transport import CALL_TIMEOUT_S, RESEND_S, Call, Transport, encode, records, shared_transport
+from barchan.wire.api import Empty, ResizeRequest, Signalled, SignalRequest, StdinWritten
+
+T = TypeVar("T")
+Stream = Literal["stdout", "stderr"]
+Scope = Literal["group", "process", "all", "children"]
+
+START = Call("start", ProcessInfo)
+INFO = Call("process_info", ProcessInfo)
+OUTPUT = Call("output", OutputChunk)
+STDIN = Call("stdin", StdinWritten)
+SIGNAL = Call("signal", Signalled)
+RESIZE = Call("resize", Empty)
+
+WAIT_TIMEOUT_S = 3600.0
+_POLL_S = 30.0
+_PROBE_S = 60.0  # a silent stream is asked for again this often: a half-open connection would be silent for ever
+_STDIN_BYTES = 1 << 20
+_info_decoder = msgspec.json.Decoder(ProcessInfo)
+
+
+class AsyncProcess:
+    """One process of a sandbox, by its id. Cheap to make, picklable, and valid as long as the sandbox lives."""
+
+    def __init__(self, transport: Transport, sandbox_id: str, process_id: str, info: ProcessInfo | None = None) -> None:
+        self.sandbox_id = sandbox_id
+        self.id = process_id
+        self._transport = transport
+        self._info = info
+        self._stdin_lock = asyncio.Lock()  # used on the background loop only, like the offset
+        self._stdin_offset: int | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.sandbox_id!r}, {self.id!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (self._transport.endpoint, self.sandbox_id, self.id)
+
+    def _target(self, call: Call[Any], **query: Any) -> str:
+        return call.target(query, sandbox_id=self.sandbox_id, process_id=self.id)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code as far as this handle knows: None before `wait()`, `info()` or `output()` told of the end."""
+        return self._info.exit_code if self._info is not None else None
+
+    async def info(self) -> ProcessInfo:
+        self._info = await self._transport.value(INFO, self._target(INFO))
+        return self._info
+
+    async def wait(self, timeout_s: float | None = WAIT_TIMEOUT_S) -> ProcessInfo:
+        """Wait for its end.
+
+        Raises:
+            ReadTimeout: It still runs after `timeout_s`, which does it no harm.
+        """
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        while True:
+            started = time.monotonic()
+            wait_s = max(0.0, min(_POLL_S, deadline - started))
+            target = self._target(INFO, wait_s=wait_s)
+            self._info = await self._transport.value(INFO, target, timeout_s=wait_s + CALL_TIMEOUT_S)
+            now = time.monotonic()
+            if not self._info.running:
+                return self._info
+            if now >= deadline:
+                raise ReadTimeout(f"process {self.id} still runs after {timeout_s:g} s", process_id=self.id)
+            if now - started < wait_s / 2:
+                await asyncio.sleep(0.05)
+
+    async def output(
+        self,
+        offset: int = 0,
+        stderr_offset: int = 0,
+        *,
+        follow: bool = True,
+        quiet_timeout_s: float | None = WAIT_TIMEOUT_S,
+    ) -> AsyncGenerator[tuple[Stream, int, bytes], None]:
+        """Its output from the given offsets on, as `(stream, offset, data)`, each byte once, over lost connections too.
+
+        A jump in the offsets says that nobody read the bytes before they had to go.
+
+        Args:
+            follow: Go on until it has ended and all is read; without, stop at what there is now.
+            quiet_timeout_s: `ReadTimeout` when it writes nothing for this long.
+        """
+        async for chunk in self.chunks(offset, stderr_offset, follow=follow, quiet_timeout_s=quiet_timeout_s):
+            if chunk.stream == "stdout" or chunk.stream == "stderr":
+                yield chunk.stream, chunk.offset, chunk.data
+
+    async def chunks(
+        self, offset: int, stderr_offset: int, *, follow: bool, quiet_timeout_s: float | None
+    ) -> AsyncGenerator[OutputChunk, None]:
+        """As `output`, with the chunk `exit` that tells of the end of the main process; others may still write then."""
+        reached: dict[str, int] = {"stdout": offset, "stderr": stderr_offset}
+        last_at = time.monotonic()
+        lost_at: float | None = None
+        while True:
+            target = self._target(OUTPUT, stdout=reached["stdout"], stderr=reached["stderr"], follow=follow)
+            response = await self._transport.open(OUTPUT, target)
+            quiet_s = _PROBE_S
+            if quiet_timeout_s is not None:
+                quiet_s = max(0.001, min(_PROBE_S, last_at + quiet_timeout_s - time.monotonic()))
+            try:
+                async for chunk in records(response, OUTPUT, quiet_s=quiet_s):
+                    lost_at = None
+                    if chunk.stream == "end":
+                        return
+                    if chunk.stream == "exit":
+                        self._info = _exit_info(chunk.data)
+                        yield chunk
+                    elif (new := _unseen(chunk, reached[chunk.stream])).data:
+                        reached[chunk.stream] = new.offset + len(new.data)
+                        yield new
+                    last_at = time.monotonic()
+                if not follow:
+                    return
+                loss = ConnectionLost(f"the output of process {self.id} ended before the process did", sent=1)
+            except ConnectionLost as error:
+                loss = error
+            except ReadTimeout:
+                if quiet_timeout_s is not None and time.monotonic() >= last_at + quiet_timeout_s:
+                    raise
+                continue
+            finally:
+                response.close()
+            lost_at = lost_at if lost_at is not None else time.monotonic()
+            if time.monotonic() - lost_at > RESEND_S:
+                raise loss
+            await asyncio.sleep(0.05)
+
+    async def write_stdin(self, data: bytes | str, *, eof: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Write all of it, and return when it is in the pipe: a process that doesn't read makes this wait.
+
+        Args:
+            eof: Close stdin after it.
+            timeout_s: For each MiB; then `ReadTimeout`, with a part of the data possibly written.
+        """
+        payload = data.encode() if isinstance(data, str) else bytes(data)
+        await BACKGROUND.call(self._write_stdin(payload, eof, timeout_s))
+
+    async def close_stdin(self) -> None:
+        await self.write_stdin(b"", eof=True)
+
+    async def _write_stdin(self, data: bytes, eof: bool, timeout_s: float) -> None:
+        async with self._stdin_lock:
+            at = self._stdin_offset
+            if at is None:
+                # Writing nothing tells how far earlier writers, in this process or another, have come.
+                at = (await self._send_stdin(b"", 0, False, timeout_s)).offset
+            self._stdin_offset = None  # unknown again if this is cut short
+            end, sent_all = at + len(data), False
+            while not sent_all:
+                piece = data[len(data) - (end - at) :][:_STDIN_BYTES]
+                sent_all = at + len(piece) == end
+                reply = await self._send_stdin(piece, at, eof and sent_all, timeout_s)
+                if not at + bool(piece) <= reply.offset <= end:
+                    raise RemoteProtocolError(f"stdin went from offset {at} to {reply.offset} with {len(piece)} bytes")
+                sent_all = sent_all and reply.offset == end
+                at = reply.offset
+            self._stdin_offset = at
+
+    async def _send_stdin(self, data: bytes, offset: int, eof: bool, timeout_s: float) -> StdinWritten:
+        return await self._transport.value(
+            STDIN, self._target(STDIN, offset=offset, eof=eof), data, timeout_s=timeout_s
+        )
+
+    async def signal(self, signal: str | int = "TERM", *, scope: Scope = "group") -> int:
+        """Send a signal, by number or by name without SIG; returns how many processes got it."""
+        body = encode(SignalRequest(signal=signal, scope=scope))
+        return (await self._transport.value(SIGNAL, self._target(SIGNAL), body, resend=False)).signalled
+
+    async def kill(self) -> int:
+        """Kill it and whatever it has left behind; returns how many processes that were."""
+        body = encode(SignalRequest(signal="KILL", scope="all"))
+        return (await self._transport.value(SIGNAL, self._target(SIGNAL), body)).signalled
+
+    async def resize(self, rows: int, cols: int) -> None:
+        """Change the size of its pty."""
+        await self._transport.value(RESIZE, self._target(RESIZE), encode(ResizeRequest(rows=rows, cols=cols)))
+
+    async def kill_unless(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await the call that starts it. If cancelled, its processes are killed before that is seen."""
+        task = asyncio.ensure_future(call)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError as cancelled:
+            await clean_up(cancelled, self._kill_started(task), f"process {self.id} may still run")
+            raise
+
+    async def _kill_started(self, task: "asyncio.Task[Any]") -> None:
+        """Kill until the call is over: before, the node may not have seen it yet, and would start what was killed."""
+        delay_s, is_over = 0.01, False
+        try:
+            while not is_over:
+                is_over = task.done()
+                try:
+                    await self.kill()
+                except NotFound:
+                    pass  # not started yet, or never
+                except (SandboxExpired, SandboxLost):
+                    return
+                await asyncio.wait({task}, timeout=delay_s)
+                delay_s = min(2 * delay_s, 0.5)
+        finally:
+            task.cancel()
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+async def start_process(transport: Transport, sandbox_id: str, request: StartRequest) -> AsyncProcess:
+    """Start what the request says; it must have a process id."""
+    process = AsyncProcess(transport, sandbox_id, request.process_id or "")
+    call = transport.value(START, START.target(sandbox_id=sandbox_id), encode(request))
+    process._info = await process.kill_unless(call)
+    return process
+
+
+def _unseen(chunk: OutputChunk, reached: int) -> OutputChunk:
+    """The part of a chunk that begins at or after an offset."""
+    seen = max(0, reached - chunk.offset)
+    return OutputChunk(chunk.stream, chunk.offset + seen, chunk.data[seen:]) if seen else chunk
+
+
+def _exit_info(data: bytes) -> ProcessInfo:
+    try:
+        return _info_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(f"the end of a process can't be read: {error}") from error
+
+
+def _revive(endpoint: Endpoint, sandbox_id: str, process_id: str) -> AsyncProcess:
+    return AsyncProcess(shared_transport(endpoint), sandbox_id, process_id)

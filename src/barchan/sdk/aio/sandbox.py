@@ -1,0 +1,119 @@
+"""A sandbox by its id: run programs in it, move files, throw it away."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from barchan.errors import NotFound, SandboxExpired, SandboxLost
+from barchan.model.node import Killed
+from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
+from barchan.sdk.aio.files import AsyncFiles
+from barchan.sdk.aio.process import AsyncProcess, start_process
+from barchan.sdk.aio.shell import AsyncShell
+from barchan.sdk.endpoint import Endpoint
+from barchan.sdk.options import Command, ExecOptions, ShellOptions, StartOptions, exec_request, start_request
+from barchan.sdk.transport import CALL_TIMEOUT_S, Call, Transport, encode, shared_transport
+
+if TYPE_CHECKING:
+    from barchan.sdk.aio.terminal import AsyncTerminal
+
+INFO = Call("info", SandboxInfo)
+KILL = Call("kill", Killed)
+STATS = Call("stats", SandboxStats)
+EXEC = Call("exec", ExecResult)
+PROCESSES = Call("process_list", list[ProcessInfo])
+
+_MARGIN_S = 30.0  # what the node may need beyond the time of the program itself
+_REPLY_BYTES = 1 << 20  # of an exec's reply beside the output
+
+
+class AsyncSandbox:
+    """One sandbox; as a context it is killed on exit. Picklable, without the token; valid while the sandbox lives."""
+
+    def __init__(self, transport: Transport, sandbox_id: str) -> None:
+        self.id = sandbox_id
+        self.files = AsyncFiles(transport, sandbox_id)
+        self._transport = transport
+        self._exec_target = self._target(EXEC)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (self._transport.endpoint, self.id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.kill()
+
+    def _target(self, call: Call[Any]) -> str:
+        return call.target(sandbox_id=self.id)
+
+    async def info(self) -> SandboxInfo:
+        return await self._transport.value(INFO, self._target(INFO))
+
+    async def stats(self) -> SandboxStats:
+        return await self._transport.value(STATS, self._target(STATS))
+
+    async def kill(self) -> bool:
+        """End it; returns when nothing of it is left on its node. False if it had ended before."""
+        try:
+            return (await self._transport.value(KILL, self._target(KILL), timeout_s=2 * CALL_TIMEOUT_S)).killed > 0
+        except (NotFound, SandboxExpired, SandboxLost):
+            return False
+
+    async def exec(self, command: Command, **options: Unpack[ExecOptions]) -> ExecResult:
+        """Run a program to its end; a string runs in a shell. What it does is in the result, never an exception.
+
+        After a lost connection the same request is sent again and finds the same process. If cancelled, all that the
+        program has started is killed before the cancellation is seen.
+        """
+        request = exec_request(command, options)
+        call = self._transport.value(
+            EXEC,
+            self._exec_target,
+            encode(request),
+            timeout_s=request.timeout_s + _MARGIN_S,
+            bytes_max=2 * request.max_output_bytes + _REPLY_BYTES,
+        )
+        return await self.process(request.process_id or "").kill_unless(call)
+
+    async def start(self, command: Command, **options: Unpack[StartOptions]) -> AsyncProcess:
+        """Start a program in the background; repeating it with the same `process_id` gives the same process."""
+        return await start_process(self._transport, self.id, start_request(command, options))
+
+    def process(self, process_id: str) -> AsyncProcess:
+        """A handle on a process that was started earlier, by whomever; nothing is asked of the node yet."""
+        return AsyncProcess(self._transport, self.id, process_id)
+
+    async def processes(self) -> list[ProcessInfo]:
+        return await self._transport.value(PROCESSES, self._target(PROCESSES))
+
+    async def shell(
+        self, *, max_output_bytes: int = DEFAULT_OUTPUT_BYTES, **options: Unpack[ShellOptions]
+    ) -> AsyncShell:
+        """Start a shell that keeps its directory, variables and functions between commands.
+
+        Args:
+            max_output_bytes: Of one command, per stream; beyond it the head and the tail are kept.
+        """
+        shell = AsyncShell(self._transport, self.id, max_output_bytes, options)
+        await shell.open()
+        return shell
+
+    async def terminal(
+        self, rows: int = 24, cols: int = 80, *, command: Command | None = None, **options: Unpack[ShellOptions]
+    ) -> "AsyncTerminal":
+        """Start a program (an interactive shell by default) on a terminal, with its screen kept here."""
+        from barchan.sdk.aio.terminal import AsyncTerminal  # with its emulator, which few programs need
+
+        terminal = AsyncTerminal(self._transport, self.id, rows, cols)
+        await terminal.open(command, options)
+        return terminal
+
+
+def _revive(endpoint: Endpoint, sandbox_id: str) -> AsyncSandbox:
+    return AsyncSandbox(shared_transport(endpoint), sandbox_id)

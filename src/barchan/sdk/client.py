@@ -1,0 +1,114 @@
+"""The synchronous faces of the client: each call runs its native twin on the SDK's own event loop and waits."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from barchan.errors import BarchanError
+from barchan.model.node import ImageInfo, NodeInfo
+from barchan.model.sandbox import SandboxInfo, SandboxSpec
+from barchan.sdk.aio.client import CREATE_TIMEOUT_S, AsyncClient, connect_async
+from barchan.sdk.aio.sandbox import AsyncSandbox
+from barchan.sdk.background import iterate, run
+from barchan.sdk.options import CreateOptions
+from barchan.sdk.sandbox import Sandbox
+
+
+class Client:
+    """A connection to one node, made by `connect()`; closing it ends the sandboxes it made, but detached ones."""
+
+    def __init__(self, twin: AsyncClient) -> None:
+        self._twin = twin
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._twin.endpoint)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._twin,)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End this client's lease, and with it every sandbox it has created and not detached; then the connections."""
+        run(self._twin.close())
+
+    def create(
+        self, template: str | SandboxSpec, *, timeout_s: float = CREATE_TIMEOUT_S, **options: Unpack[CreateOptions]
+    ) -> Sandbox:
+        """Start a sandbox. Repeating it with the same `create_id` gives the same sandbox.
+
+        If this is interrupted or times out, the half-made sandbox is gone before that is seen.
+
+        Raises:
+            CapacityError: The node has no room now; `details["retry_after_ms"]` says when to ask again.
+        """
+        return Sandbox(run(self._twin.create(template, timeout_s=timeout_s, **options)))
+
+    def create_many(
+        self,
+        template: str | SandboxSpec,
+        *,
+        n: int,
+        timeout_s: float = CREATE_TIMEOUT_S,
+        **options: Unpack[CreateOptions],
+    ) -> Iterator[Sandbox | BarchanError]:
+        """Start `n` sandboxes alike, and give each as it is ready, or the error that its start ended in.
+
+        Leaving the iteration early ends those that were not given yet. With a `create_id`, the sandboxes are its `-0`,
+        `-1`, ... and repeating finds them.
+        """
+        with closing(iterate(self._twin.create_many(template, n=n, timeout_s=timeout_s, **options))) as items:
+            for item in items:
+                yield Sandbox(item) if isinstance(item, AsyncSandbox) else item
+
+    def attach(self, sandbox_id: str) -> Sandbox:
+        """A handle on a sandbox that exists, whoever made it.
+
+        Raises:
+            NotFound: The node has no such sandbox.
+        """
+        return Sandbox(run(self._twin.attach(sandbox_id)))
+
+    def images(self) -> list[ImageInfo]:
+        """The templates that the node can start."""
+        return run(self._twin.images())
+
+    def list(self, *, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
+        """The live sandboxes of the node that have all these labels."""
+        return run(self._twin.list(labels=labels))
+
+    def kill(self, *, labels: Mapping[str, str]) -> int:
+        """End every sandbox of the node that has all these labels (with none given: every one); returns how many."""
+        return run(self._twin.kill(labels=labels))
+
+    def node_info(self) -> NodeInfo:
+        return run(self._twin.node_info())
+
+
+def connect(
+    url: str | None = None, *, token: str | None = None, state_dir: str | os.PathLike[str] | None = None
+) -> Client:
+    """Connect to a node.
+
+    Without a url this joins the user's own node, starting it if it does not run: a process of its own, which ends when
+    it has been idle and empty for a while.
+
+    Args:
+        url: `http://HOST:PORT` or `unix:///PATH` of a node that was started with `barchan up`.
+        token: That node's bearer token.
+        state_dir: Where the user's own node keeps its state; by default /var/lib/barchan for root, else
+            ~/.local/share/barchan.
+    """
+
+    async def greeted() -> AsyncClient:
+        return await connect_async(url, token=token, state_dir=state_dir)
+
+    return Client(run(greeted()))

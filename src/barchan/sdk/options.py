@@ -1,0 +1,121 @@
+"""The keywords of creating and running, once for both faces, and the requests they become."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar
+
+from msgspec.structs import replace
+
+from barchan.errors import InvalidSpec
+from barchan.model.sandbox import ExecRequest, Network, SandboxSpec, StartRequest
+from barchan.wire.api import STDIN_INLINE_BYTES_MAX
+
+Command = str | Sequence[str]
+Request = TypeVar("Request", ExecRequest, StartRequest)
+
+
+class CreateOptions(TypedDict, total=False):
+    """Fields of `SandboxSpec`; `allow` is short for `network="allow"` with these `allow_hosts`."""
+
+    backend: Literal["container"]
+    memory_mib: int
+    cpus: float
+    pids_max: int
+    disk_mib: int
+    network: Network
+    allow: Sequence[str]
+    ttl_s: float | None
+    idle_timeout_s: float | None
+    env: Mapping[str, str]
+    labels: Mapping[str, str]
+    user: str | None
+    workdir: str | None
+    hostname: str
+    create_id: str | None
+    lease_id: str | None
+    detach: bool
+
+
+class _RunOptions(TypedDict, total=False):
+    process_id: str | None
+    stdin: bytes | str | None
+    env: Mapping[str, str]
+    cwd: str | None
+    user: str | None
+    rlimits: Mapping[str, tuple[int, int]]
+    merge_stderr: bool
+    platform: bool
+
+
+class ExecOptions(_RunOptions, total=False):
+    """Fields of `ExecRequest`; text given as `stdin` is sent in UTF-8."""
+
+    timeout_s: float
+    max_output_bytes: int
+
+
+class StartOptions(_RunOptions, total=False):
+    """Fields of `StartRequest`; text given as `stdin` is sent in UTF-8."""
+
+    timeout_s: float | None
+    stdin_open: bool
+    pty: bool
+    rows: int
+    cols: int
+    overflow: Literal["drop", "block"]
+    spool_bytes: int
+
+
+def sandbox_spec(template: str | SandboxSpec, options: CreateOptions) -> SandboxSpec:
+    """The spec a caller means, with a create id."""
+    fields: dict[str, Any] = {**options}
+    if (allow := fields.pop("allow", None)) is not None:
+        if fields.get("network", "allow") != "allow" or isinstance(allow, str):
+            raise InvalidSpec('allow= is a list of host names and means network="allow"')
+        fields |= {"network": "allow", "allow_hosts": tuple(allow)}
+    for name in {"env", "labels"} & set(fields):
+        fields[name] = dict(fields[name])
+    spec = (
+        replace(template, **fields) if isinstance(template, SandboxSpec) else SandboxSpec(template=template, **fields)
+    )
+    return spec if spec.create_id is not None else replace(spec, create_id=uuid.uuid4().hex)
+
+
+def exec_request(command: Command, options: ExecOptions) -> ExecRequest:
+    return _request(ExecRequest, command, {**options})
+
+
+def start_request(command: Command, options: StartOptions) -> StartRequest:
+    return _request(StartRequest, command, {**options})
+
+
+def _request(kind: type[Request], command: Command, fields: dict[str, Any]) -> Request:
+    """A string runs in a shell, a sequence is the program and its arguments. Every request gets a process id."""
+    if isinstance(command, str):
+        fields["shell"] = command
+    elif argv := tuple(command):
+        fields["argv"] = argv
+    else:
+        raise InvalidSpec("a command is a string for the shell, or a program and its arguments")
+    stdin = fields.get("stdin")
+    if stdin is None:
+        fields.pop("stdin", None)
+    else:
+        fields["stdin"] = stdin = stdin.encode() if isinstance(stdin, str) else bytes(stdin)
+        if len(stdin) > STDIN_INLINE_BYTES_MAX:
+            raise InvalidSpec(
+                f"{len(stdin)} bytes of stdin, more than {STDIN_INLINE_BYTES_MAX}: start() it and use write_stdin()"
+            )
+    for name in {"env", "rlimits"} & set(fields):
+        fields[name] = dict(fields[name])
+    if fields.get("process_id") is None:
+        fields["process_id"] = uuid.uuid4().hex
+    return kind(**fields)
+
+
+class ShellOptions(TypedDict, total=False):
+    """Where and as whom a shell or terminal runs."""
+
+    env: Mapping[str, str]
+    cwd: str | None
+    user: str | None

@@ -1,0 +1,158 @@
+"""The synchronous faces of a sandbox and its processes."""
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
+from barchan.sdk.aio.process import WAIT_TIMEOUT_S, AsyncProcess, Scope, Stream
+from barchan.sdk.aio.sandbox import AsyncSandbox
+from barchan.sdk.background import iterate, run
+from barchan.sdk.files import Files
+from barchan.sdk.options import Command, ExecOptions, ShellOptions, StartOptions
+from barchan.sdk.shell import Shell
+from barchan.sdk.transport import CALL_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from barchan.sdk.terminal import Terminal
+
+
+class Sandbox:
+    """One sandbox; as a context it is killed on exit. Picklable, without the token; valid while the sandbox lives."""
+
+    def __init__(self, twin: AsyncSandbox) -> None:
+        self._twin = twin
+        self.id = twin.id
+        self.files = Files(twin.files)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._twin,)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def info(self) -> SandboxInfo:
+        return run(self._twin.info())
+
+    def stats(self) -> SandboxStats:
+        return run(self._twin.stats())
+
+    def kill(self) -> bool:
+        """End it; returns when nothing of it is left on its node. False if it had ended before."""
+        return run(self._twin.kill())
+
+    def exec(self, command: Command, **options: Unpack[ExecOptions]) -> ExecResult:
+        """Run a program to its end; a string runs in a shell. What it does is in the result, never an exception.
+
+        After a lost connection the same request is sent again and finds the same process. If interrupted, all that the
+        program has started is killed before the interrupt is seen.
+        """
+        return run(self._twin.exec(command, **options))
+
+    def start(self, command: Command, **options: Unpack[StartOptions]) -> "Process":
+        """Start a program in the background; repeating it with the same `process_id` gives the same process."""
+        return Process(run(self._twin.start(command, **options)))
+
+    def process(self, process_id: str) -> "Process":
+        """A handle on a process that was started earlier, by whomever; nothing is asked of the node yet."""
+        return Process(self._twin.process(process_id))
+
+    def processes(self) -> list[ProcessInfo]:
+        return run(self._twin.processes())
+
+    def shell(self, *, max_output_bytes: int = DEFAULT_OUTPUT_BYTES, **options: Unpack[ShellOptions]) -> Shell:
+        """Start a shell that keeps its directory, variables and functions between commands.
+
+        Args:
+            max_output_bytes: Of one command, per stream; beyond it the head and the tail are kept.
+        """
+        return Shell(run(self._twin.shell(max_output_bytes=max_output_bytes, **options)))
+
+    def terminal(
+        self, rows: int = 24, cols: int = 80, *, command: Command | None = None, **options: Unpack[ShellOptions]
+    ) -> "Terminal":
+        """Start a program (an interactive shell by default) on a terminal, with its screen kept here."""
+        from barchan.sdk.terminal import Terminal  # with its emulator, which few programs need
+
+        return Terminal(run(self._twin.terminal(rows, cols, command=command, **options)))
+
+
+class Process:
+    """One process of a sandbox, by its id. Cheap to make, picklable, and valid as long as the sandbox lives."""
+
+    def __init__(self, twin: AsyncProcess) -> None:
+        self._twin = twin
+        self.id = twin.id
+        self.sandbox_id = twin.sandbox_id
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.sandbox_id!r}, {self.id!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._twin,)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code as far as this handle knows: None before `wait()`, `info()` or `output()` told of the end."""
+        return self._twin.exit_code
+
+    def info(self) -> ProcessInfo:
+        return run(self._twin.info())
+
+    def wait(self, timeout_s: float | None = WAIT_TIMEOUT_S) -> ProcessInfo:
+        """Wait for its end.
+
+        Raises:
+            ReadTimeout: It still runs after `timeout_s`, which does it no harm.
+        """
+        return run(self._twin.wait(timeout_s))
+
+    def output(
+        self,
+        offset: int = 0,
+        stderr_offset: int = 0,
+        *,
+        follow: bool = True,
+        quiet_timeout_s: float | None = WAIT_TIMEOUT_S,
+    ) -> Iterator[tuple[Stream, int, bytes]]:
+        """Its output from the given offsets on, as `(stream, offset, data)`, each byte once, over lost connections too.
+
+        A jump in the offsets says that nobody read the bytes before they had to go.
+
+        Args:
+            follow: Go on until it has ended and all is read; without, stop at what there is now.
+            quiet_timeout_s: `ReadTimeout` when it writes nothing for this long.
+        """
+        return iterate(self._twin.output(offset, stderr_offset, follow=follow, quiet_timeout_s=quiet_timeout_s))
+
+    def write_stdin(self, data: bytes | str, *, eof: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Write all of it, and return when it is in the pipe: a process that doesn't read makes this wait.
+
+        Args:
+            eof: Close stdin after it.
+            timeout_s: For each MiB; then `ReadTimeout`, with a part of the data possibly written.
+        """
+        run(self._twin.write_stdin(data, eof=eof, timeout_s=timeout_s))
+
+    def close_stdin(self) -> None:
+        run(self._twin.close_stdin())
+
+    def signal(self, signal: str | int = "TERM", *, scope: Scope = "group") -> int:
+        """Send a signal, by number or by name without SIG; returns how many processes got it."""
+        return run(self._twin.signal(signal, scope=scope))
+
+    def kill(self) -> int:
+        """Kill it and whatever it has left behind; returns how many processes that were."""
+        return run(self._twin.kill())
+
+    def resize(self, rows: int, cols: int) -> None:
+        """Change the size of its pty."""
+        run(self._twin.resize(rows, cols))

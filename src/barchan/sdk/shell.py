@@ -1,0 +1,40 @@
+"""The synchronous face of a shell."""
+
+from types import TracebackType
+from typing import Self
+
+from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S
+from barchan.sdk.aio.shell import AsyncShell, ShellResult
+from barchan.sdk.background import run
+
+
+class Shell:
+    """Runs one command at a time, and keeps directory, variables and functions between them."""
+
+    def __init__(self, twin: AsyncShell) -> None:
+        self._twin = twin
+
+    def run(
+        self, command: str, *, timeout_s: float = DEFAULT_EXEC_TIMEOUT_S, idle_timeout_s: float | None = None
+    ) -> ShellResult:
+        """Run a command in the shell. Its stdin is empty; what background jobs wrote since the last run comes with it.
+
+        A time-out and an interrupt kill every process below the shell, also earlier background jobs; the shell and what
+        it knows live on, unless it is the shell itself that does not come back in 2 s.
+
+        Args:
+            idle_timeout_s: Time out when it writes nothing for this long.
+        """
+        return run(self._twin.run(command, timeout_s=timeout_s, idle_timeout_s=idle_timeout_s))
+
+    def close(self) -> None:
+        """End the shell and what runs below it."""
+        run(self._twin.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
