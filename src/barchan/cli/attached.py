@@ -39,14 +39,18 @@ def run(main: Coroutine[Any, Any, int]) -> int:
         raise KeyboardInterrupt from None
 
 
-async def follow(process: AsyncProcess, *, use_tty: bool) -> ProcessInfo:
+async def follow(process: AsyncProcess, *, use_tty: bool, end_line: bool) -> ProcessInfo:
     """Be the process's terminal until it has ended and its output is written.
 
     The first interrupt goes to the process, a second one (or SIGTERM) kills it.
 
+    Args:
+        end_line: Leave stdout at the start of a line, because something of ours follows.
+
     Cancellation: The process is killed before it is seen.
     """
     wishes: Wishes = asyncio.Queue()
+    last = b"\n"
     try:
         with _signals(process, wishes, use_tty=use_tty), _raw_terminal(use_tty):
             async with asyncio.TaskGroup() as tasks:
@@ -54,9 +58,12 @@ async def follow(process: AsyncProcess, *, use_tty: bool) -> ProcessInfo:
                 async with aclosing(process.output(quiet_timeout_s=None)) as output:
                     async for stream, _, data in output:
                         _write_all(OUTPUT if stream == "stdout" else ERRORS, data)
+                        last = data[-1:] if stream == "stdout" else last
                 info = await process.wait(None)
                 for helper in helpers:
                     helper.cancel()
+            if end_line and last != b"\n":
+                _write_all(OUTPUT, b"\n")
             return info
     except BaseException as error:
         try:

@@ -57,7 +57,7 @@ async def _exec(
     async with barchan.connect_async(**common.connection) as client:
         sandbox = await client.attach(sandbox_id)
         process = await sandbox.start(command, **options)
-        info = await follow(process, use_tty=use_tty)
+        info = await follow(process, use_tty=use_tty, end_line=common.json)
     if common.json:
         print_end(sandbox_id, info)
     return exit_code(info)

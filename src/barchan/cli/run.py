@@ -104,7 +104,7 @@ async def _run(
             info = None
             if command:
                 process = await sandbox.start(command, **start_options(use_tty, timeout_s))
-                info = await follow(process, use_tty=use_tty)
+                info = await follow(process, use_tty=use_tty, end_line=keep or common.json)
                 code = exit_code(info)
         finally:
             if not keep:

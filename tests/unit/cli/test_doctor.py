@@ -155,7 +155,7 @@ def attempts_as_nobody() -> dict[str, str]:
 
 @pytest.mark.requires("root", "userns")
 def test_what_needs_privilege_fails_without_it() -> None:
-    """Facts decide, not the user id: without privileges there are namespaces, but no host mounts, ids or loop devices."""
+    """Facts decide, not the user id: without privileges there are namespaces, but no host mounts or loop devices."""
     told = attempts_as_nobody()
     assert {name for name, failed in told.items() if failed} == {"ids", "host_mounts", "erofs", "idmap", "loop"}
     assert "not permitted" in told["host_mounts"]
