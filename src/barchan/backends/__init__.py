@@ -11,8 +11,8 @@ from barchan.image.store import ImageStore
 BACKENDS = {"container": "barchan.backends.container.backend:ContainerBackend"}
 
 
-def load(name: str, state_dir: Path, images: ImageStore) -> Backend:
-    """Import a backend on demand.
+def load(name: str, state_dir: Path, images: ImageStore, weaken: tuple[str, ...]) -> Backend:
+    """Import a backend on demand. `weaken`: protections to switch off, for the tests that show they matter.
 
     Raises:
         InvalidSpec: There is no such backend; the message lists those there are.
@@ -21,4 +21,4 @@ def load(name: str, state_dir: Path, images: ImageStore) -> Backend:
     if target is None:
         raise InvalidSpec(f"no backend {name!r}; there are: {', '.join(BACKENDS)}")
     module, _, attribute = target.partition(":")
-    return cast(Backend, getattr(import_module(module), attribute)(state_dir, images))
+    return cast(Backend, getattr(import_module(module), attribute)(state_dir, images, weaken))

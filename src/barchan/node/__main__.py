@@ -29,6 +29,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--listen", metavar="HOST:PORT", help="also serve HTTP here, with a bearer token")
     parser.add_argument("--token-file", type=Path, help="holds the token; made with a fresh one if missing")
     parser.add_argument("--idle-exit-s", type=float, default=30.0, help="end after this long idle and empty; 0: never")
+    parser.add_argument(
+        "--weaken", action="append", default=[], metavar="no-...", help="switch a protection off, to test that it matters"
+    )
     parser.add_argument("--ready-fd", type=int, help="write `ready`, or an error as JSON, here once")
     return parser.parse_args()
 
@@ -37,6 +40,16 @@ def _say(ready_fd: int | None, line: bytes) -> None:
     if ready_fd is not None:
         os.write(ready_fd, line + b"\n")
         os.close(ready_fd)
+
+
+def _raise_descriptor_limit() -> None:
+    """Every sandbox takes a few descriptors: allow as many as the kernel lets this user have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = int(Path("/proc/sys/fs/nr_open").read_text())
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except ValueError:  # raising the hard limit takes CAP_SYS_RESOURCE
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _lock(state_dir: Path) -> int:
@@ -120,7 +133,7 @@ async def _until_idle(stop: asyncio.Event, sandboxes: Sandboxes, idle_exit_s: fl
 
 async def _run(arguments: argparse.Namespace) -> None:
     version = metadata.version("barchan")
-    sandboxes = Sandboxes(arguments.state_dir, default_limits(), version)
+    sandboxes = Sandboxes(arguments.state_dir, default_limits(), version, tuple(arguments.weaken))
     await _serve(arguments, sandboxes)
 
 
@@ -128,9 +141,7 @@ def main() -> int:
     """Run a node; returns its exit code."""
     arguments = _arguments()
     os.umask(0o077)
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(hard, 1 << 20) if os.geteuid() == 0 else hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, wanted))
+    _raise_descriptor_limit()
     try:
         arguments.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = _lock(arguments.state_dir)

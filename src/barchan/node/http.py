@@ -21,6 +21,7 @@ from barchan.wire.api import MSGPACK, ROUTES, Empty, Signalled, StdinWritten
 HEARTBEAT_S = 5.0
 WAIT_S_MAX = 60.0
 _PIECE_BYTES = 256 << 10
+_STREAMING = web.RequestKey("streaming", web.StreamResponse)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -53,6 +54,8 @@ class Server:
                 self._authorise(request)
                 return await handler(request)
             except BarchanError as error:
+                if _STREAMING in request:
+                    return _cut_off(request)
                 return _reply(request, api.error_body(error), status=api.http_status(error))
             except (asyncio.CancelledError, web.HTTPException, ConnectionError):
                 raise
@@ -60,6 +63,8 @@ class Server:
                 asyncio.get_running_loop().call_exception_handler(
                     {"message": f"{request.method} {request.path} failed", "exception": error}
                 )
+                if _STREAMING in request:
+                    return _cut_off(request)
                 failure = BackendError(f"the node failed at this request: {type(error).__name__}: {error}")
                 return _reply(request, api.error_body(failure), status=500)
 
@@ -350,6 +355,15 @@ async def _stream(request: web.Request, content_type: str = "") -> web.StreamRes
     response = web.StreamResponse()
     response.content_type = content_type or (MSGPACK if _packed(request) else "application/x-ndjson")
     await response.prepare(request)
+    request[_STREAMING] = response
+    return response
+
+
+def _cut_off(request: web.Request) -> web.StreamResponse:
+    """End a response that has begun without its proper end, so that no reader takes it for whole; asking again tells why."""
+    if request.transport is not None:
+        request.transport.abort()
+    response: web.StreamResponse = request[_STREAMING]
     return response
 
 

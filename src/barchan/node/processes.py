@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from barchan.backends.base import Handle
 from barchan.backends.guest import GuestProcess
 from barchan.errors import ConnectionLost, InvalidSpec, ReadTimeout, TransportError
-from barchan.image.template import Template
+from barchan.image.template import GUEST_PATH, Template
 from barchan.model.sandbox import ExecRequest, ExecResult, ProcessInfo, SandboxSpec, StartRequest, Usage
 from barchan.node.collect import Collector
 from barchan.wire import guest as wire
@@ -23,7 +23,7 @@ EXEC_SPOOL_BYTES = 4 << 20
 STDIN_INLINE_MAX = 1 << 20
 ARG_BYTES_MAX = 131_000  # the kernel takes 128 KiB per string
 SHELL_NAMES = ("/bin/bash", "/bin/sh")
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
 _RLIMITS = {name[7:].lower(): getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
 _UNLIMITED = (1 << 64) - 1
 
@@ -32,7 +32,7 @@ class Defaults:
     """What every start in a sandbox gets unless its request says otherwise."""
 
     def __init__(self, spec: SandboxSpec, template: Template, extra_env: dict[str, str]) -> None:
-        self.env = {"PATH": PATH, "LANG": "C.UTF-8", **template.env, **extra_env, **spec.env}
+        self.env = {"PATH": GUEST_PATH, "LANG": "C.UTF-8", **template.env, **extra_env, **spec.env}
         self.cwd = spec.workdir or template.workdir or "/"
         self.user = spec.user or template.user or "root"
         self.shell = SHELL_NAMES[-1]

@@ -81,7 +81,7 @@ class Live:
 class Sandboxes:
     """Creates, finds, ends and adopts the sandboxes of one node."""
 
-    def __init__(self, state_dir: Path, limits: Limits, version: str) -> None:
+    def __init__(self, state_dir: Path, limits: Limits, version: str, weaken: tuple[str, ...] = ()) -> None:
         self.images = ImageStore(state_dir / "images")
         self.journal = Journal(state_dir / "journal.sqlite")
         self.node_id = self.journal.meta("node_id", f"node_{secrets.token_hex(4)}")
@@ -93,6 +93,7 @@ class Sandboxes:
         self.create_failures_total = 0
         self.last_used = asyncio.get_running_loop().time()
         self._version = version
+        self._weaken = weaken
         self._state_dir = state_dir
         self._started = time.monotonic()
         self._backends: dict[str, Backend] = {}
@@ -148,7 +149,7 @@ class Sandboxes:
         async with lock:
             backend = self._backends.get(name)
             if backend is None:
-                backend = backends.load(name, self._state_dir, self.images)
+                backend = backends.load(name, self._state_dir, self.images, self._weaken)
                 await backend.start()
                 self._backends[name] = backend
                 self._spawn(self._watch_backend(name, backend))

@@ -81,7 +81,7 @@ class ContainerBackend:
 
     capabilities = Capabilities(memory_snapshot=False, fork=False, own_kernel=False)
 
-    def __init__(self, state_dir: Path, images: ImageStore) -> None:
+    def __init__(self, state_dir: Path, images: ImageStore, weaken: tuple[str, ...] = ()) -> None:
         self._state_dir = state_dir
         self._images = images
         self._socket = state_dir / "supervisor.sock"
@@ -90,7 +90,7 @@ class ContainerBackend:
         self._handles: dict[str, ContainerHandle] = {}
         self._layers: dict[str, asyncio.Future[None]] = {}
         self._cgroup = "v1"
-        self.supervisor_options: tuple[str, ...] = ()
+        self._weaken = weaken
 
     def probe(self) -> Sequence[Requirement]:
         return probe.requirements()
@@ -128,7 +128,7 @@ class ContainerBackend:
             *("--init", binaries / "barchan-init"),
             *("--orphan-grace-s", str(ORPHAN_GRACE_S)),
             *("--log", self._state_dir / "supervisor.log"),
-            *self.supervisor_options,
+            *(f"--{name}" for name in self._weaken),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
