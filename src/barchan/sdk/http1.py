@@ -7,6 +7,7 @@ that no byte of the request was sent, so that anything may be sent again.
 
 import asyncio
 import os
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from types import TracebackType
@@ -21,6 +22,7 @@ IDLE_CONNECTIONS_MAX = 64
 _IDLE_REUSE_S = 15.0  # well below the time after which servers close an idle connection
 _BUFFER_BYTES = 256 << 10  # the most a response head may have; twice this is read ahead of a slow reader
 _PIECE_BYTES = 1 << 20
+_QUEUE_FULL_S = 0.005
 
 T = TypeVar("T")
 Body = bytes | AsyncIterable[bytes]
@@ -181,7 +183,8 @@ class Pool:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if path is not None:
-                    reader, writer = await asyncio.open_unix_connection(path, limit=_BUFFER_BYTES)
+                    unix = await _unix_socket(path)
+                    reader, writer = await asyncio.open_unix_connection(sock=unix, limit=_BUFFER_BYTES)
                 else:
                     host, port = self._endpoint.host_port
                     reader, writer = await asyncio.open_connection(host, port, limit=_BUFFER_BYTES)
@@ -224,6 +227,22 @@ class Pool:
     async def close(self) -> None:
         writers = self.close_nowait()
         await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+
+
+async def _unix_socket(path: str) -> socket.socket:
+    """A connected socket. Connecting never waits: a full queue is EAGAIN, which asyncio would take for a connection."""
+    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        unix.setblocking(False)
+        while True:
+            try:
+                unix.connect(path)
+                return unix
+            except BlockingIOError:
+                await asyncio.sleep(_QUEUE_FULL_S)
+    except BaseException:
+        unix.close()
+        raise
 
 
 async def _send_chunks(writer: asyncio.StreamWriter, body: AsyncIterable[bytes]) -> None:

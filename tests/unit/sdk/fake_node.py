@@ -105,7 +105,8 @@ class FakeProcess:
             self.changed.notify_all()
 
     async def _watch(self) -> None:
-        await self.child.wait()
+        while self.child.returncode is None:  # wait() would wait for the pipes, which a grandchild may hold
+            await asyncio.sleep(0.01)
         await asyncio.wait(self.readers, timeout=0.3)
         async with self.changed:
             self.ended = True
@@ -148,7 +149,7 @@ class FakeProcess:
 
 
 class FakeNode:
-    """Start with `start()`, end with `stop()`; both block, and a stopped one may be started again with all its state."""
+    """`start()` and `stop()` block; a stopped one may be started again and knows its state."""
 
     def __init__(self, folder: Path, token: str | None = None) -> None:
         self.folder = folder
@@ -170,6 +171,7 @@ class FakeNode:
         self.files: dict[str, bytes] = {}
         self._thread: threading.Thread | None = None
         self._up = threading.Event()
+        self._starting: asyncio.Lock
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
 
@@ -186,6 +188,7 @@ class FakeNode:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._starting = asyncio.Lock()
         app = web.Application(client_max_size=100 << 20)
         for route in ROUTES:
             if handler := getattr(self, f"on_{route.name}", None):
@@ -322,13 +325,14 @@ class FakeNode:
     async def _started(self, request: web.Request, kind: type[StartRequest] | type[ExecRequest]) -> FakeProcess:
         asked = msgspec.msgpack.decode(await request.read(), type=kind)
         key = (self._sandbox(request), asked.process_id or "")
-        if key in self.processes:
+        async with self._starting:
+            if key not in self.processes:
+                process = FakeProcess(asked)
+                await process.start(self.folder)
+                self.processes[key] = process
             if self.processes[key].request != asked:
                 raise Conflict("another program has this id")
             return self.processes[key]
-        process = self.processes[key] = FakeProcess(asked)
-        await process.start(self.folder)
-        return process
 
     def _process(self, request: web.Request) -> FakeProcess:
         key = (self._sandbox(request), request.match_info["process_id"])

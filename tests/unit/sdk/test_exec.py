@@ -41,14 +41,11 @@ async def test_too_much_stdin_is_refused_here(sandbox: AsyncSandbox) -> None:
         await sandbox.exec(["cat"], stdin=bytes(STDIN_INLINE_BYTES_MAX + 1))
 
 
-@pytest.mark.parametrize("command", ["", [], ()])
-async def test_an_empty_command_is_refused(sandbox: AsyncSandbox, command: list[str]) -> None:
+async def test_an_empty_command_is_refused(sandbox: AsyncSandbox) -> None:
     """No program to run is the caller's mistake; an empty string runs in the shell and does nothing."""
-    if command == "":
-        assert (await sandbox.exec(command)).exit_code == 0
-        return
+    assert (await sandbox.exec("")).exit_code == 0
     with pytest.raises(InvalidSpec):
-        await sandbox.exec(command)
+        await sandbox.exec([])
 
 
 async def test_what_does_not_fit_the_wire_is_refused(sandbox: AsyncSandbox) -> None:

@@ -91,7 +91,11 @@ class AsyncClient:
         try:
             while not is_over:
                 is_over = task.done()
-                await self._transport.value(KILL_MANY, target)
+                try:
+                    await self._transport.value(KILL_MANY, target)
+                except BarchanError:
+                    if is_over:
+                        raise
                 await asyncio.wait({task}, timeout=delay_s)
                 delay_s = min(2 * delay_s, 0.5)
         finally:

@@ -7,7 +7,15 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from barchan.errors import ConnectionLost, NotFound, ReadTimeout, RemoteProtocolError, SandboxExpired, SandboxLost
+from barchan.errors import (
+    BarchanError,
+    ConnectionLost,
+    NotFound,
+    ReadTimeout,
+    RemoteProtocolError,
+    SandboxExpired,
+    SandboxLost,
+)
 from barchan.model.sandbox import OutputChunk, ProcessInfo, StartRequest
 from barchan.sdk.background import BACKGROUND
 from barchan.sdk.cancel import clean_up
@@ -210,10 +218,12 @@ class AsyncProcess:
                 is_over = task.done()
                 try:
                     await self.kill()
-                except NotFound:
-                    pass  # not started yet, or never
                 except (SandboxExpired, SandboxLost):
                     return
+                except BarchanError as error:
+                    # Not found: not started yet, or never. Anything else may pass, and counts if it is the last word.
+                    if is_over and not isinstance(error, NotFound):
+                        raise
                 await asyncio.wait({task}, timeout=delay_s)
                 delay_s = min(2 * delay_s, 0.5)
         finally:
