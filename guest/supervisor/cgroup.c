@@ -1,0 +1,356 @@
+/* Control groups under /barchan/NAME of each hierarchy.
+ *
+ * Version 1 (hybrid hosts): memory, pids and cpu have one limited leaf per sandbox, ID, and one shared leaf, `init`, that
+ * the supervisor itself sits in: inits inherit it, so that moving them costs nothing. The version 2 hierarchy, without
+ * controllers, has ID (the init) and ID/guest (what the guest runs): it gives kill, freeze, pressure and CPU time.
+ * Pure version 2: ID/init, ID/guest and ID/platform, limits on the latter two. */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+
+#include "supervisor.h"
+
+#define PLATFORM_MEMORY_BYTES (UINT64_C(128) << 20)
+#define PLATFORM_PIDS 64
+#define LEAF_PATH_MAX 256
+#define CPU_PERIOD "100000"
+#define STALE_WAIT_NS (5 * NS_PER_S)
+
+enum { MEMORY, PIDS, CPU, UNIFIED, HIERARCHIES };
+
+static struct {
+	const char *name;
+	int mount_fd, base_fd; /* the hierarchy's root, and /barchan/NAME in it; -1: absent */
+} hierarchies[HIERARCHIES] = {{"memory", -1, -1}, {"pids", -1, -1}, {"cpu", -1, -1}, {"unified", -1, -1}};
+static bool pure_v2;
+
+struct limits {
+	uint64_t memory_bytes, pids, cpu_us;
+};
+
+static int base(int hierarchy)
+{
+	return hierarchies[hierarchy].base_fd;
+}
+
+bool cgroup_is_v2(void)
+{
+	return pure_v2;
+}
+
+bool cgroup_has(const char *controller)
+{
+	for (int i = 0; i < UNIFIED; i++)
+		if (strcmp(hierarchies[i].name, controller) == 0)
+			return pure_v2 || base(i) >= 0;
+	return false;
+}
+
+/* --- start and end ------------------------------------------------------------------------------------------------ */
+
+static bool has_word(const char *list, const char *word, const char *separators)
+{
+	size_t length = strlen(word);
+
+	for (const char *at = list; (at = strstr(at, word)); at += length)
+		if ((at == list || strchr(separators, at[-1])) && (at[length] == '\0' || strchr(separators, at[length])))
+			return true;
+	return false;
+}
+
+/* One line of mountinfo: `... MOUNTPOINT OPTIONS ... - TYPE SOURCE SUPEROPTIONS`. */
+static void consider_mount(char *line)
+{
+	char point[PATH_MAX], type[64], super[256];
+	char *tail = strstr(line, " - ");
+
+	if (!tail || sscanf(line, "%*d %*d %*s %*s %4095s", point) != 1 || sscanf(tail, " - %63s %*s %255s", type, super) != 2)
+		return;
+	for (int i = 0; i < HIERARCHIES; i++) {
+		bool wanted = i == UNIFIED ? strcmp(type, "cgroup2") == 0 : strcmp(type, "cgroup") == 0 && has_word(super, hierarchies[i].name, ",");
+		if (wanted && hierarchies[i].mount_fd < 0)
+			hierarchies[i].mount_fd = open(point, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	}
+}
+
+static int find_mounts(void)
+{
+	char controllers[256] = "", *line = NULL;
+	size_t size = 0;
+	FILE *file = fopen("/proc/self/mountinfo", "re");
+
+	if (!file)
+		return -1;
+	while (getline(&line, &size, file) > 0)
+		consider_mount(line);
+	free(line);
+	fclose(file);
+	if (hierarchies[UNIFIED].mount_fd < 0) {
+		log_line("no cgroup2 hierarchy is mounted");
+		return errno = ENOENT, -1;
+	}
+	read_at(hierarchies[UNIFIED].mount_fd, "cgroup.controllers", controllers, sizeof(controllers));
+	pure_v2 = has_word(controllers, "memory", " \n") && has_word(controllers, "pids", " \n");
+	if (!pure_v2 && (hierarchies[MEMORY].mount_fd < 0 || hierarchies[PIDS].mount_fd < 0)) {
+		log_line("no hierarchy has the memory and pids controllers");
+		return errno = ENOENT, -1;
+	}
+	return 0;
+}
+
+/* What an earlier supervisor of this name left when it was killed: its inits died with it, their cgroups didn't. */
+static int remove_stale(int hierarchy)
+{
+	char path[PATH_MAX];
+	int64_t deadline_ns = monotonic_ns() + STALE_WAIT_NS;
+	int mount_fd = hierarchies[hierarchy].mount_fd;
+
+	snprintf(path, sizeof(path), "barchan/%s/cgroup.kill", options.cgroup);
+	if (hierarchy == UNIFIED && faccessat(mount_fd, path, F_OK, 0) == 0 && write_at(mount_fd, path, "1") < 0)
+		return -1;
+	snprintf(path, sizeof(path), "barchan/%s", options.cgroup);
+	while (remove_tree_at(mount_fd, path, true) < 0) {
+		if (errno != EBUSY || monotonic_ns() > deadline_ns)
+			return -1;
+		nanosleep(&(struct timespec){.tv_nsec = 5 * NS_PER_MS}, NULL);
+	}
+	return 0;
+}
+
+static int make_base(int hierarchy)
+{
+	char path[PATH_MAX];
+	int mount_fd = hierarchies[hierarchy].mount_fd;
+
+	if (mkdirat(mount_fd, "barchan", 0755) < 0 && errno != EEXIST)
+		return -1;
+	snprintf(path, sizeof(path), "barchan/%s", options.cgroup);
+	if (mkdirat(mount_fd, path, 0755) < 0)
+		return -1;
+	hierarchies[hierarchy].base_fd = openat(mount_fd, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	return base(hierarchy);
+}
+
+static int enable_controllers(void)
+{
+	const char *control = "+memory +pids +cpu";
+
+	if (write_at(hierarchies[UNIFIED].mount_fd, "cgroup.subtree_control", control) < 0 ||
+	    write_at(hierarchies[UNIFIED].mount_fd, "barchan/cgroup.subtree_control", control) < 0)
+		return -1;
+	return write_at(base(UNIFIED), "cgroup.subtree_control", control);
+}
+
+int cgroup_open(void)
+{
+	if (find_mounts() < 0)
+		return -1;
+	/* The kill goes through version 2 and empties the others. */
+	for (int i = UNIFIED; i >= 0; i--) {
+		if (hierarchies[i].mount_fd < 0 || (pure_v2 && i != UNIFIED))
+			continue;
+		if (remove_stale(i) < 0 || make_base(i) < 0)
+			return -1;
+		if (i != UNIFIED && (mkdirat(base(i), "init", 0755) < 0 || write_at(base(i), "init/cgroup.procs", "0") < 0))
+			return -1;
+	}
+	return pure_v2 ? enable_controllers() : 0;
+}
+
+void cgroup_close(void)
+{
+	char path[PATH_MAX];
+
+	snprintf(path, sizeof(path), "barchan/%s", options.cgroup);
+	for (int i = 0; i < HIERARCHIES; i++) {
+		if (base(i) < 0)
+			continue;
+		if (i != UNIFIED && write_at(hierarchies[i].mount_fd, "cgroup.procs", "0") < 0)
+			log_line("leaving the %s cgroup: %s", hierarchies[i].name, strerror(errno));
+		if (remove_tree_at(hierarchies[i].mount_fd, path, true) < 0)
+			log_line("removing the %s cgroup: %s", hierarchies[i].name, strerror(errno));
+		/* Shared by every node of the host; the last one out removes it. */
+		unlinkat(hierarchies[i].mount_fd, "barchan", AT_REMOVEDIR);
+	}
+}
+
+/* --- leaves ------------------------------------------------------------------------------------------------------- */
+
+/* Version 1 leaves have the sandbox's name, or ID.platform beside it, since a child would count against ID's limits. */
+static void leaf_name(const struct sandbox *sandbox, enum leaf leaf, char name[ID_MAX + 16])
+{
+	snprintf(name, ID_MAX + 16, "%s%s", sandbox->id, leaf == LEAF_PLATFORM ? ".platform" : "");
+}
+
+static int write_leaf(int fd, const char *name, const char *file, const char *text)
+{
+	char path[2 * LEAF_PATH_MAX];
+
+	snprintf(path, sizeof(path), "%s/%s", name, file);
+	return write_at(fd, path, text);
+}
+
+static int limit_v1(int hierarchy, const char *name, const struct limits *limits)
+{
+	char text[24];
+
+	if (options.no_limits)
+		return 0;
+	switch (hierarchy) {
+	case MEMORY:
+		snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->memory_bytes);
+		if (write_leaf(base(MEMORY), name, "memory.limit_in_bytes", text) < 0)
+			return -1;
+		/* Absent without swap accounting. */
+		return write_leaf(base(MEMORY), name, "memory.memsw.limit_in_bytes", text) < 0 && errno != ENOENT ? -1 : 0;
+	case PIDS:
+		snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->pids);
+		return write_leaf(base(PIDS), name, "pids.max", text);
+	default:
+		snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->cpu_us);
+		return limits->cpu_us ? write_leaf(base(CPU), name, "cpu.cfs_quota_us", text) : 0;
+	}
+}
+
+static int limit_v2(const char *path, const struct limits *limits)
+{
+	char text[48];
+
+	if (options.no_limits)
+		return 0;
+	snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->memory_bytes);
+	if (write_leaf(base(UNIFIED), path, "memory.max", text) < 0 ||
+	    (write_leaf(base(UNIFIED), path, "memory.swap.max", "0") < 0 && errno != ENOENT) ||
+	    write_leaf(base(UNIFIED), path, "memory.oom.group", "0") < 0)
+		return -1;
+	snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->pids);
+	if (write_leaf(base(UNIFIED), path, "pids.max", text) < 0)
+		return -1;
+	snprintf(text, sizeof(text), "%llu " CPU_PERIOD, (unsigned long long)limits->cpu_us);
+	return limits->cpu_us ? write_leaf(base(UNIFIED), path, "cpu.max", text) : 0;
+}
+
+static int give_to_init(const struct sandbox *sandbox, const char *path)
+{
+	uid_t uid = sandbox->uid_base + INIT_UID;
+
+	return fchownat(base(UNIFIED), path, uid, uid, AT_SYMLINK_NOFOLLOW);
+}
+
+static int make_leaf(const struct sandbox *sandbox, enum leaf leaf, const struct limits *limits)
+{
+	char name[ID_MAX + 16], path[LEAF_PATH_MAX];
+
+	leaf_name(sandbox, leaf, name);
+	for (int i = 0; i < UNIFIED && !pure_v2; i++)
+		if (base(i) >= 0 && (mkdirat(base(i), name, 0755) < 0 || limit_v1(i, name, limits) < 0))
+			return -1;
+	snprintf(path, sizeof(path), "%s/%s", sandbox->id, leaf == LEAF_PLATFORM ? "platform" : "guest");
+	if (mkdirat(base(UNIFIED), path, 0755) < 0 || (pure_v2 && limit_v2(path, limits) < 0))
+		return -1;
+	/* The init makes a child cgroup per start and moves programs there. */
+	if (give_to_init(sandbox, path) < 0)
+		return -1;
+	strcat(path, "/cgroup.procs");
+	return give_to_init(sandbox, path);
+}
+
+/* The group the init is born in; returns an open directory for CLONE_INTO_CGROUP. */
+int cgroup_make_init(const struct sandbox *sandbox)
+{
+	char path[LEAF_PATH_MAX];
+
+	if (mkdirat(base(UNIFIED), sandbox->id, 0755) < 0)
+		return -1;
+	/* The common ancestor of init and guest: moving between them asks for write permission here. */
+	snprintf(path, sizeof(path), "%s/cgroup.procs", sandbox->id);
+	if (give_to_init(sandbox, path) < 0)
+		return -1;
+	snprintf(path, sizeof(path), "%s%s", sandbox->id, pure_v2 ? "/init" : "");
+	if (pure_v2 && (write_leaf(base(UNIFIED), sandbox->id, "cgroup.subtree_control", "+memory +pids +cpu") < 0 ||
+			mkdirat(base(UNIFIED), path, 0755) < 0))
+		return -1;
+	return openat(base(UNIFIED), path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+}
+
+int cgroup_make_guest(const struct sandbox *sandbox)
+{
+	const struct spec *spec = &sandbox->spec;
+
+	return make_leaf(sandbox, LEAF_GUEST, &(struct limits){spec->memory_bytes, spec->pids, spec->cpu_us});
+}
+
+int cgroup_make_platform(const struct sandbox *sandbox)
+{
+	return make_leaf(sandbox, LEAF_PLATFORM, &(struct limits){PLATFORM_MEMORY_BYTES, PLATFORM_PIDS, 0});
+}
+
+/* What HELLO hands to the init; opened here, so that writing to them is judged by the supervisor's rights. */
+int cgroup_open_leaf(const struct sandbox *sandbox, enum leaf leaf, struct leaf_fds *leaf_fds)
+{
+	char name[ID_MAX + 16], path[LEAF_PATH_MAX];
+
+	leaf_fds->count = leaf_fds->procs_count = 0;
+	leaf_name(sandbox, leaf, name);
+	snprintf(path, sizeof(path), "%s/cgroup.procs", name);
+	for (int i = 0; i < UNIFIED && !pure_v2; i++) {
+		if (base(i) < 0)
+			continue;
+		int fd = openat(base(i), path, O_WRONLY | O_CLOEXEC);
+		if (fd < 0)
+			return -1;
+		leaf_fds->fds[leaf_fds->count++] = fd;
+	}
+	leaf_fds->procs_count = leaf_fds->count;
+	snprintf(path, sizeof(path), "%s/%s", sandbox->id, leaf == LEAF_PLATFORM ? "platform" : "guest");
+	int fd = openat(base(UNIFIED), path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (fd < 0)
+		return -1;
+	leaf_fds->fds[leaf_fds->count++] = fd;
+	return 0;
+}
+
+void cgroup_read_counters(struct sandbox *sandbox)
+{
+	struct counters *counters = &sandbox->counters;
+	char path[LEAF_PATH_MAX];
+
+	snprintf(path, sizeof(path), pure_v2 ? "%s/guest/memory.events" : "%s/memory.oom_control", sandbox->id);
+	counters->oom_kills = counter_at(base(pure_v2 ? UNIFIED : MEMORY), path, "oom_kill");
+	snprintf(path, sizeof(path), pure_v2 ? "%s/guest/memory.peak" : "%s/memory.max_usage_in_bytes", sandbox->id);
+	counters->memory_peak_bytes = counter_at(base(pure_v2 ? UNIFIED : MEMORY), path, NULL);
+	snprintf(path, sizeof(path), "%s/guest/cpu.stat", sandbox->id);
+	counters->cpu_ns = counter_at(base(UNIFIED), path, "usage_usec") * 1000;
+}
+
+static int remove_leaf(const struct sandbox *sandbox, enum leaf leaf)
+{
+	char name[ID_MAX + 16];
+
+	leaf_name(sandbox, leaf, name);
+	for (int i = 0; i < UNIFIED; i++)
+		if (base(i) >= 0 && remove_tree_at(base(i), name, true) < 0)
+			return -1;
+	return 0;
+}
+
+/* What a failed cgroup_make_platform left. */
+int cgroup_remove_platform(const struct sandbox *sandbox)
+{
+	char path[LEAF_PATH_MAX];
+
+	snprintf(path, sizeof(path), "%s/platform", sandbox->id);
+	return remove_leaf(sandbox, LEAF_PLATFORM) < 0 ? -1 : remove_tree_at(base(UNIFIED), path, true);
+}
+
+/* Safe to repeat; EBUSY while a dead process is still leaving. */
+int cgroup_remove(const struct sandbox *sandbox)
+{
+	if (remove_leaf(sandbox, LEAF_GUEST) < 0 || (sandbox->has_platform && remove_leaf(sandbox, LEAF_PLATFORM) < 0))
+		return -1;
+	return remove_tree_at(base(UNIFIED), sandbox->id, true);
+}

@@ -1,0 +1,352 @@
+/* barchan-supervisor: options, start, the loop, the end. */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <getopt.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+
+#include "supervisor.h"
+
+#define IDLE_WAIT_NS (2 * NS_PER_S)
+#define RETRY_MS 2
+#define RETRY_MS_MAX 100
+#define QUOTA_SWEEP_NS (5 * NS_PER_S)
+#define SHUTDOWN_WAIT_NS (20 * NS_PER_S)
+#define POOL_MIB_MIN 128u
+#define OPEN_FILES_MAX 1048576u
+
+struct options options;
+int epoll_fd = -1, self_pidfd = -1;
+
+static void handle_signals(struct watch *watch, uint32_t events);
+static struct watch signals = {handle_signals};
+static int signal_fd = -1, name_lock_fd = -1;
+static bool shutting_down, shutdown_asked;
+static struct waiter shutdown_waiter;
+static int64_t shutdown_deadline_ns;
+
+/* --- the loop ----------------------------------------------------------------------------------------------------- */
+
+int watch_add(struct watch *watch, int fd, uint32_t events)
+{
+	struct epoll_event event = {.events = events, .data.ptr = watch};
+
+	return epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event);
+}
+
+int watch_change(struct watch *watch, int fd, uint32_t events)
+{
+	struct epoll_event event = {.events = events, .data.ptr = watch};
+
+	return epoll_ctl(epoll_fd, EPOLL_CTL_MOD, fd, &event);
+}
+
+/* A launch child holds copies of every descriptor until its exec, so that closing one doesn't end its watch: without this the
+ * kernel would go on naming a watch that is long freed. */
+void watch_close(int *fd)
+{
+	if (*fd >= 0 && epoll_ctl(epoll_fd, EPOLL_CTL_DEL, *fd, NULL) < 0 && errno != ENOENT)
+		log_line("ending a watch: %s", strerror(errno));
+	close_fd(fd);
+}
+
+static void start_shutdown(void)
+{
+	if (shutting_down)
+		return;
+	shutting_down = true;
+	shutdown_deadline_ns = monotonic_ns() + SHUTDOWN_WAIT_NS;
+	sandbox_destroy_all();
+}
+
+void request_shutdown(const struct waiter *waiter)
+{
+	shutdown_asked = true;
+	shutdown_waiter = *waiter;
+	start_shutdown();
+}
+
+static void handle_signals(struct watch *watch, uint32_t events)
+{
+	struct signalfd_siginfo info;
+
+	(void)watch, (void)events;
+	while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
+		if (info.ssi_signo == SIGCHLD)
+			sandbox_reap();
+		else
+			start_shutdown();
+	}
+}
+
+/* When nobody has been there for too long. Before the first connection that is the long wait: a node is on its way. */
+static int64_t orphan_deadline_ns(void)
+{
+	bool soon = sandbox_count == 0 && node_was_ever_connected();
+	int64_t wait_ns = (int64_t)options.orphan_grace_s * NS_PER_S;
+
+	if (soon && wait_ns > IDLE_WAIT_NS)
+		wait_ns = IDLE_WAIT_NS;
+	return node_absent_since_ns() + wait_ns;
+}
+
+static int64_t earlier(int64_t left, int64_t right)
+{
+	return left < right ? left : right;
+}
+
+/* Do what time asks for; the milliseconds until it asks again, -1 for never. */
+static int run_timers(void)
+{
+	static int64_t quota_sweep_ns;
+	static int retry_ms = RETRY_MS;
+	int64_t now_ns = monotonic_ns(), next_ns = INT64_MAX;
+
+	if (!node_is_connected() && !shutting_down) {
+		if (orphan_deadline_ns() <= now_ns)
+			start_shutdown();
+		else
+			next_ns = orphan_deadline_ns();
+	}
+	if (sandbox_retry_removals() > 0) {
+		next_ns = earlier(next_ns, now_ns + retry_ms * NS_PER_MS);
+		retry_ms = retry_ms < RETRY_MS_MAX ? retry_ms * 2 : retry_ms;
+	} else {
+		retry_ms = RETRY_MS;
+	}
+	if (pool_has_stale_quotas()) {
+		if (quota_sweep_ns <= now_ns) {
+			pool_drop_stale_quotas();
+			quota_sweep_ns = now_ns + QUOTA_SWEEP_NS;
+		}
+		next_ns = earlier(next_ns, quota_sweep_ns);
+	}
+	if (shutting_down)
+		next_ns = earlier(next_ns, shutdown_deadline_ns);
+	if (next_ns == INT64_MAX)
+		return -1;
+	return next_ns <= now_ns ? 0 : (int)((next_ns - now_ns) / NS_PER_MS) + 1;
+}
+
+static bool is_over(void)
+{
+	if (!shutting_down)
+		return false;
+	if (sandbox_count == 0)
+		return true;
+	if (monotonic_ns() < shutdown_deadline_ns)
+		return false;
+	log_line("giving up on %u sandboxes that can't be removed", sandbox_count);
+	return true;
+}
+
+static void run(void)
+{
+	struct epoll_event event;
+
+	while (!is_over()) {
+		int timeout_ms = run_timers();
+		if (is_over())
+			return;
+		/* One at a time: a handler may free what another event points to. */
+		if (epoll_wait(epoll_fd, &event, 1, timeout_ms) == 1) {
+			struct watch *watch = event.data.ptr;
+			watch->handle(watch, event.events);
+		}
+	}
+}
+
+/* --- start and end ------------------------------------------------------------------------------------------------ */
+
+/* Released by the kernel however this process ends: two supervisors must not take each other's groups for left-overs. */
+static int lock_name(void)
+{
+	struct sockaddr_un address = {.sun_family = AF_UNIX};
+	int length = snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "barchan-supervisor/%s", options.cgroup);
+
+	name_lock_fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	if (name_lock_fd < 0)
+		return -1;
+	return bind(name_lock_fd, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length));
+}
+
+/* Every sandbox costs a descriptor or two at times; without CAP_SYS_RESOURCE what there is must do. */
+static int raise_file_limit(void)
+{
+	struct rlimit limit = {OPEN_FILES_MAX, OPEN_FILES_MAX};
+
+	if (setrlimit(RLIMIT_NOFILE, &limit) == 0)
+		return 0;
+	if (errno != EPERM || getrlimit(RLIMIT_NOFILE, &limit) < 0)
+		return -1;
+	limit.rlim_cur = limit.rlim_max;
+	return setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+static int prepare_process(void)
+{
+	sigset_t blocked;
+
+	/* The numbers that a launch child puts the init's descriptors on. */
+	int fd;
+	do
+		fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+	while (fd >= 0 && fd < INIT_SPOOL_FD);
+	if (fd < 0)
+		return -1;
+	if (fd > INIT_SPOOL_FD)
+		close(fd);
+	umask(0);
+	sigemptyset(&blocked);
+	sigaddset(&blocked, SIGCHLD), sigaddset(&blocked, SIGTERM), sigaddset(&blocked, SIGINT), sigaddset(&blocked, SIGHUP);
+	if (sigprocmask(SIG_SETMASK, &blocked, NULL) < 0 || signal(SIGPIPE, SIG_IGN) == SIG_ERR)
+		return -1;
+	if (raise_file_limit() < 0 || prctl(PR_SET_CHILD_SUBREAPER, 1) < 0)
+		return -1;
+	self_pidfd = (int)syscall(SYS_pidfd_open, getpid(), 0);
+	epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+	signal_fd = signalfd(-1, &blocked, SFD_CLOEXEC | SFD_NONBLOCK);
+	return self_pidfd < 0 || epoll_fd < 0 || signal_fd < 0 ? -1 : watch_add(&signals, signal_fd, EPOLLIN);
+}
+
+static int open_init(void)
+{
+	init_binary_fd = open(options.init, O_RDONLY | O_CLOEXEC);
+	return init_binary_fd;
+}
+
+/* The name of the step that failed, or NULL. */
+static const char *start(void)
+{
+	static const struct {
+		const char *name;
+		int (*run)(void);
+	} steps[] = {
+		{"process", prepare_process},	 {"cgroup name in use", lock_name}, {"init", open_init}, {"cgroup", cgroup_open},
+		{"socket", node_listen},	 {"mounts", mounts_open},	    {"pool", pool_open}, {"mount namespace", mounts_leave_host},
+		{"seccomp", seccomp_compile},
+	};
+
+	for (size_t i = 0; i < COUNT(steps); i++)
+		if (steps[i].run() < 0)
+			return steps[i].name;
+	return NULL;
+}
+
+static void finish(void)
+{
+	pool_close();
+	mounts_close();
+	cgroup_close();
+	if (shutdown_asked) {
+		struct reply *reply = reply_start("ok");
+		reply_add(reply, "tag=%llu", (unsigned long long)shutdown_waiter.tag);
+		reply_send(reply, &shutdown_waiter);
+	}
+	node_close();
+}
+
+/* In the foreground only until it is known whether the start succeeded. Returns in the child. */
+static int daemonize(void)
+{
+	int pair[2], status;
+	char byte;
+
+	if (pipe2(pair, O_CLOEXEC) < 0)
+		return -1;
+	pid_t pid = fork();
+	if (pid < 0)
+		return -1;
+	if (pid > 0) {
+		close(pair[1]);
+		if (read(pair[0], &byte, 1) == 1)
+			_exit(0);
+		_exit(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) ? WEXITSTATUS(status) : 1);
+	}
+	close(pair[0]);
+	return setsid() < 0 ? -1 : pair[1];
+}
+
+static int parse_options(int argc, char **argv)
+{
+	const struct {
+		const char *name, **text;
+		uint64_t *number;
+		bool *flag;
+	} known[] = {
+		{"socket", &options.socket, NULL, NULL},
+		{"pool", &options.pool, NULL, NULL},
+		{"pool-mib", NULL, &options.pool_mib, NULL},
+		{"cgroup", &options.cgroup, NULL, NULL},
+		{"init", &options.init, NULL, NULL},
+		{"orphan-grace-s", NULL, &options.orphan_grace_s, NULL},
+		{"log", &options.log, NULL, NULL},
+		{"no-seccomp", NULL, NULL, &options.no_seccomp},
+		{"no-masks", NULL, NULL, &options.no_masks},
+		{"no-limits", NULL, NULL, &options.no_limits},
+		{"no-quota", NULL, NULL, &options.no_quota},
+		{"no-netns", NULL, NULL, &options.no_netns},
+		{"no-userns", NULL, NULL, &options.no_userns},
+	};
+	struct option table[COUNT(known) + 1] = {{0}};
+	int index;
+
+	for (size_t i = 0; i < COUNT(known); i++)
+		table[i] = (struct option){known[i].name, known[i].flag ? no_argument : required_argument, NULL, 0};
+	while ((index = -1, getopt_long(argc, argv, "", table, &index)) == 0) {
+		if (known[index].text)
+			*known[index].text = optarg;
+		else if (known[index].flag)
+			*known[index].flag = true;
+		else if (parse_number(optarg, known[index].number) < 0)
+			return -1;
+	}
+	if (index != -1 || optind != argc || !options.socket || !options.pool || !options.cgroup || !options.init || !options.log)
+		return -1;
+	return is_name(options.cgroup, ID_MAX) && options.pool_mib >= POOL_MIB_MIN && options.pool_mib < (UINT64_C(1) << 30) ? 0 : -1;
+}
+
+int main(int argc, char **argv)
+{
+	if (parse_options(argc, argv) < 0) {
+		fprintf(stderr, "usage: barchan-supervisor --socket PATH --pool FILE --pool-mib N(>=%u) --cgroup NAME --init FILE\n"
+				"       --orphan-grace-s N --log FILE [--no-seccomp --no-masks --no-limits --no-quota --no-netns --no-userns]\n",
+			POOL_MIB_MIN);
+		return 2;
+	}
+	int log_fd = open(options.log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+	int done_fd = log_fd < 0 ? -1 : daemonize();
+	int null_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+	if (done_fd < 0 || null_fd < 0 || dup2(null_fd, STDIN_FILENO) < 0 || dup2(log_fd, STDERR_FILENO) < 0) {
+		printf("error log: %s: %s\n", options.log, strerror(errno));
+		return 1;
+	}
+	const char *failed = start();
+	if (failed) {
+		printf("error %s: %s\n", failed, strerror(errno));
+		fflush(stdout);
+		log_line("start failed: %s: %s", failed, strerror(errno));
+		finish();
+		return 1;
+	}
+	printf("ready\n");
+	if (fflush(stdout) != 0 || write(done_fd, "r", 1) != 1)
+		log_line("nobody waited for the start");
+	dup2(log_fd, STDOUT_FILENO);
+	close(done_fd), close(log_fd);
+	run();
+	finish();
+	return 0;
+}

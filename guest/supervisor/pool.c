@@ -1,0 +1,219 @@
+/* The writable layers: one btrfs in a sparse file that nobody else sees. Per sandbox a subvolume with a quota (the guest gets
+ * EDQUOT beyond it) and, outside that quota, a directory for the init's output spool. Nothing here outlives the supervisor:
+ * the file is unlinked as soon as the loop device has it, and the mount hangs on a descriptor. */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <linux/btrfs.h>
+#include <linux/btrfs_tree.h>
+#include <linux/loop.h>
+#include <spawn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+
+#include "supervisor.h"
+
+#define QUOTA_ENABLE_SIMPLE 4u
+#define LOOP_TRIES 20
+#define STALE_MAX 65536u
+
+bool pool_has_simple_quota;
+static int pool_fd = -1; /* the root directory */
+/* Quota groups of removed subvolumes: they can be dropped only after the kernel's cleaner has emptied these. */
+static uint64_t stale_quotas[STALE_MAX];
+static unsigned stale_count;
+
+uint64_t pool_bytes(void)
+{
+	return options.pool_mib << 20;
+}
+
+/* --- start and end ------------------------------------------------------------------------------------------------ */
+
+static int make_file_system(const char *path)
+{
+	char *arguments[] = {"mkfs.btrfs", "-q", "-f", "-m", "single", "-d", "single", (char *)path, NULL};
+	char *environment[] = {"PATH=/usr/sbin:/sbin:/usr/bin:/bin:/usr/local/sbin:/usr/local/bin", NULL};
+	posix_spawn_file_actions_t actions;
+	pid_t pid;
+	int status;
+
+	/* The caller's stdout is for one line only; what the tool says belongs to the log. */
+	setenv("PATH", environment[0] + 5, 1);
+	int error = posix_spawn_file_actions_init(&actions);
+	if (error == 0)
+		error = posix_spawn_file_actions_adddup2(&actions, STDERR_FILENO, STDOUT_FILENO);
+	if (error == 0)
+		error = posix_spawnp(&pid, "mkfs.btrfs", &actions, NULL, arguments, environment);
+	posix_spawn_file_actions_destroy(&actions);
+	if (error)
+		return errno = error, -1;
+	while (waitpid(pid, &status, 0) < 0)
+		if (errno != EINTR)
+			return -1;
+	if (!WIFEXITED(status) || WEXITSTATUS(status) == 127) {
+		log_line("mkfs.btrfs (btrfs-progs) is missing");
+		return errno = ENOENT, -1;
+	}
+	return WEXITSTATUS(status) == 0 ? 0 : (errno = EIO, -1);
+}
+
+/* Another process may take the free device between the two calls: then ask again. */
+static int make_loop(int file_fd, char device[32])
+{
+	CLEANUP_FD int control_fd = open("/dev/loop-control", O_RDWR | O_CLOEXEC);
+	struct loop_config config = {.fd = (uint32_t)file_fd, .info.lo_flags = LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO};
+
+	if (control_fd < 0)
+		return -1;
+	for (int tries = 0; tries < LOOP_TRIES; tries++) {
+		int number = ioctl(control_fd, LOOP_CTL_GET_FREE);
+		if (number < 0)
+			return -1;
+		snprintf(device, 32, "/dev/loop%d", number);
+		int loop_fd = open(device, O_RDWR | O_CLOEXEC);
+		if (loop_fd < 0)
+			return -1;
+		if (ioctl(loop_fd, LOOP_CONFIGURE, &config) == 0)
+			return loop_fd;
+		int error = errno;
+		close(loop_fd);
+		if (error == EINVAL && config.info.lo_flags & LO_FLAGS_DIRECT_IO)
+			config.info.lo_flags = LO_FLAGS_AUTOCLEAR;
+		else if (error != EBUSY)
+			return errno = error, -1;
+	}
+	return errno = EBUSY, -1;
+}
+
+static int enable_quotas(void)
+{
+	struct btrfs_ioctl_quota_ctl_args arguments = {.cmd = QUOTA_ENABLE_SIMPLE};
+
+	pool_has_simple_quota = ioctl(pool_fd, BTRFS_IOC_QUOTA_CTL, &arguments) == 0;
+	if (pool_has_simple_quota)
+		return 0;
+	arguments.cmd = BTRFS_QUOTA_CTL_ENABLE;
+	return ioctl(pool_fd, BTRFS_IOC_QUOTA_CTL, &arguments);
+}
+
+/* nobarrier: after a crash of the host nothing here is looked at again. */
+static int mount_pool(const char *device)
+{
+	const char *pairs[] = {"source", device, "nobarrier", NULL, NULL};
+	CLEANUP_FD int mount_fd = mount_new("btrfs", MOUNT_ATTR_NOATIME | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID, pairs);
+
+	if (mount_fd < 0 || mounts_hold(mount_fd, "pool") < 0)
+		return -1;
+	pool_fd = openat(mount_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (pool_fd < 0 || mkdirat(pool_fd, "upper", 0700) < 0 || mkdirat(pool_fd, "spool", 0711) < 0)
+		return -1;
+	return enable_quotas();
+}
+
+int pool_open(void)
+{
+	char device[32];
+
+	if (unlink(options.pool) < 0 && errno != ENOENT)
+		return -1;
+	CLEANUP_FD int file_fd = open(options.pool, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+	if (file_fd < 0)
+		return -1;
+	CLEANUP_FD int loop_fd = -1;
+	if (ftruncate(file_fd, (off_t)pool_bytes()) == 0 && make_file_system(options.pool) == 0)
+		loop_fd = make_loop(file_fd, device);
+	int error = errno;
+	unlink(options.pool);
+	errno = error;
+	return loop_fd < 0 ? -1 : mount_pool(device);
+}
+
+void pool_close(void)
+{
+	close_fd(&pool_fd);
+}
+
+/* --- per sandbox; pool_make and pool_make_spool run in the launch child ------------------------------------------- */
+
+/* `*upper_fd` is the subvolume's root, with `u` and `w` for the overlay. Ids on disk are unshifted: guest root is 0. */
+int pool_make(const struct sandbox *sandbox, int *upper_fd)
+{
+	struct btrfs_ioctl_vol_args name = {0};
+	struct btrfs_ioctl_qgroup_limit_args limit = {
+		.lim = {.flags = BTRFS_QGROUP_LIMIT_MAX_RFER, .max_rfer = sandbox->spec.upper_bytes}};
+	CLEANUP_FD int dir_fd = openat(pool_fd, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+
+	if (dir_fd < 0)
+		return -1;
+	snprintf(name.name, sizeof(name.name), "%s", sandbox->id);
+	if (ioctl(dir_fd, BTRFS_IOC_SUBVOL_CREATE, &name) < 0)
+		return -1;
+	*upper_fd = openat(dir_fd, sandbox->id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (*upper_fd < 0 || (!options.no_quota && ioctl(*upper_fd, BTRFS_IOC_QGROUP_LIMIT, &limit) < 0))
+		return -1;
+	return mkdirat(*upper_fd, "u", 0755) < 0 ? -1 : mkdirat(*upper_fd, "w", 0700);
+}
+
+/* The init's spool directory, through a mount of its own: `..` leads nowhere. */
+int pool_make_spool(const struct sandbox *sandbox)
+{
+	char path[ID_MAX + 16];
+	uid_t uid = sandbox->uid_base + INIT_UID;
+
+	snprintf(path, sizeof(path), "spool/%s", sandbox->id);
+	if (mkdirat(pool_fd, path, 0700) < 0 || fchownat(pool_fd, path, uid, uid, AT_SYMLINK_NOFOLLOW) < 0)
+		return -1;
+	CLEANUP_FD int tree_fd = mount_clone(pool_fd, path);
+	return tree_fd < 0 ? -1 : openat(tree_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+}
+
+static void remember_quota(int upper_dir_fd, const char *id)
+{
+	struct btrfs_ioctl_ino_lookup_args lookup = {.objectid = BTRFS_FIRST_FREE_OBJECTID};
+	CLEANUP_FD int fd = openat(upper_dir_fd, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+
+	/* One that isn't remembered costs the kernel a few hundred bytes until the pool goes. */
+	if (fd >= 0 && stale_count < STALE_MAX && ioctl(fd, BTRFS_IOC_INO_LOOKUP, &lookup) == 0)
+		stale_quotas[stale_count++] = lookup.treeid;
+}
+
+/* Safe to repeat. The subvolume's content goes with it, later and by itself. */
+int pool_remove(const struct sandbox *sandbox)
+{
+	struct btrfs_ioctl_vol_args name = {0};
+	CLEANUP_FD int upper_fd = openat(pool_fd, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	CLEANUP_FD int spool_fd = openat(pool_fd, "spool", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+
+	if (upper_fd < 0 || spool_fd < 0)
+		return -1;
+	if (faccessat(upper_fd, sandbox->id, F_OK, AT_SYMLINK_NOFOLLOW) == 0) {
+		remember_quota(upper_fd, sandbox->id);
+		snprintf(name.name, sizeof(name.name), "%s", sandbox->id);
+		if (ioctl(upper_fd, BTRFS_IOC_SNAP_DESTROY, &name) < 0 && errno != ENOENT)
+			return -1;
+	}
+	return remove_tree_at(spool_fd, sandbox->id, false);
+}
+
+bool pool_has_stale_quotas(void)
+{
+	return stale_count > 0;
+}
+
+/* Those that are still in use (EBUSY) stay for the next time. */
+void pool_drop_stale_quotas(void)
+{
+	unsigned kept = 0;
+
+	for (unsigned i = 0; i < stale_count; i++) {
+		struct btrfs_ioctl_qgroup_create_args arguments = {.create = 0, .qgroupid = stale_quotas[i]};
+		if (ioctl(pool_fd, BTRFS_IOC_QGROUP_CREATE, &arguments) < 0 && errno == EBUSY)
+			stale_quotas[kept++] = stale_quotas[i];
+	}
+	stale_count = kept;
+}

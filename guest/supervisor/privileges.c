@@ -1,0 +1,90 @@
+/* From host root to the init of a sandbox: its user namespace, uid 65535 there, five capabilities that mean something only in it. */
+#define _GNU_SOURCE
+#include <grp.h>
+#include <linux/capability.h>
+#include <linux/securebits.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+
+#include "supervisor.h"
+
+/* To become any guest user, to drop this power in each child, to signal them, and to place them. */
+static const int kept[] = {CAP_SETUID, CAP_SETGID, CAP_SETPCAP, CAP_KILL, CAP_SYS_RESOURCE};
+
+/* The same for every guest, except that the supervisor's own hard limits bound them: it may lack CAP_SYS_RESOURCE. */
+static int set_limits(void)
+{
+	static const struct {
+		int resource;
+		struct rlimit limit;
+	} wanted[] = {
+		/* 1 is the value that also keeps a host's core_pattern pipe from being run. */
+		{RLIMIT_CORE, {1, 1}},
+		{RLIMIT_NOFILE, {65536, 1048576}},
+		{RLIMIT_NPROC, {RLIM_INFINITY, RLIM_INFINITY}},
+		{RLIMIT_STACK, {8 << 20, RLIM_INFINITY}},
+		{RLIMIT_MEMLOCK, {8 << 20, 8 << 20}},
+	};
+	struct rlimit limit, now;
+
+	for (size_t i = 0; i < COUNT(wanted); i++) {
+		if (getrlimit(wanted[i].resource, &now) < 0)
+			return -1;
+		limit.rlim_max = wanted[i].limit.rlim_max < now.rlim_max ? wanted[i].limit.rlim_max : now.rlim_max;
+		limit.rlim_cur = wanted[i].limit.rlim_cur < limit.rlim_max ? wanted[i].limit.rlim_cur : limit.rlim_max;
+		if (setrlimit(wanted[i].resource, &limit) < 0)
+			return -1;
+	}
+	return 0;
+}
+
+static int set_capabilities(void)
+{
+	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+	struct __user_cap_data_struct data[2] = {{0, 0, 0}, {0, 0, 0}};
+
+	for (size_t i = 0; i < COUNT(kept); i++)
+		data[0].effective |= 1u << kept[i];
+	data[0].permitted = data[0].inheritable = data[0].effective;
+	if (syscall(SYS_capset, &header, data) < 0)
+		return -1;
+	for (int capability = 0; prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0; capability++)
+		;
+	if (errno != EINVAL)
+		return -1;
+	for (size_t i = 0; i < COUNT(kept); i++)
+		if (prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, kept[i], 0, 0) < 0)
+			return -1;
+	/* From here on no uid and no file gives a capability, and none can be passed on that isn't already. */
+	return prctl(PR_SET_SECUREBITS, SECBIT_NOROOT | SECBIT_NOROOT_LOCKED | SECBIT_NO_SETUID_FIXUP | SECBIT_NO_SETUID_FIXUP_LOCKED |
+						SECBIT_KEEP_CAPS_LOCKED | SECBIT_NO_CAP_AMBIENT_RAISE |
+						SECBIT_NO_CAP_AMBIENT_RAISE_LOCKED);
+}
+
+/* The init must not outlive the supervisor, however that ends. A change of credentials clears the setting, so it comes last. */
+static int die_with_supervisor(void)
+{
+	struct pollfd supervisor = {.fd = self_pidfd, .events = POLLIN};
+
+	if (prctl(PR_SET_PDEATHSIG, SIGKILL) < 0 || poll(&supervisor, 1, 0) < 0)
+		return -1;
+	return supervisor.revents ? (errno = ESRCH, -1) : 0;
+}
+
+int drop_privileges(int userns_fd)
+{
+	if (set_limits() < 0 || setgroups(0, NULL) < 0)
+		return -1;
+	if (!options.no_userns && setns(userns_fd, CLONE_NEWUSER) < 0)
+		return -1;
+	if (prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP) < 0 || setresgid(INIT_UID, INIT_UID, INIT_UID) < 0 ||
+	    setresuid(INIT_UID, INIT_UID, INIT_UID) < 0)
+		return -1;
+	if (set_capabilities() < 0 || die_with_supervisor() < 0)
+		return -1;
+	return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+}

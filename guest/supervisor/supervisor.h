@@ -1,0 +1,259 @@
+/* Shared types of the supervisor. docs/formats/supervisor-protocol.md says what it does; each .c file opens with its part.
+ *
+ * One process, one thread, one epoll loop. A launch child (launch.c) does everything slow about a sandbox and reports
+ * through a socket, so that the loop itself never waits. Functions return 0 or a value >= 0, or -1 with errno. */
+#ifndef BARCHAN_SUPERVISOR_H
+#define BARCHAN_SUPERVISOR_H
+
+#include <errno.h>
+#include <limits.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#define PROTOCOL_VERSION 1u
+#define ID_MAX 64u
+#define DIGEST_MAX 128u
+#define HOSTNAME_MAX 64u
+#define LAYERS_MAX 64u
+#define PACKET_MAX 65536u
+#define REPLY_FDS_MAX 3u
+/* One uid range per slot: 1048576 + 16384 * 65536 stays below 2^31. */
+#define SLOTS_MAX 16384u
+#define UID_FIRST 1048576u
+#define UIDS_PER_SLOT 65536u
+#define INIT_UID 65535u /* inside the sandbox; no guest program runs as it */
+#define INIT_LISTEN_FD 3
+#define INIT_SPOOL_FD 4
+#define INIT_SPOOL_BYTES "268435456"
+#define INIT_SOCKET "/dev/.barchan/init.sock"
+#define PROXY_PORT 3128
+#define NS_PER_MS INT64_C(1000000)
+#define NS_PER_S INT64_C(1000000000)
+
+#define container_of(pointer, type, member) ((type *)((char *)(pointer)-offsetof(type, member)))
+#define COUNT(array) (sizeof(array) / sizeof((array)[0]))
+
+struct options {
+	const char *socket, *pool, *cgroup, *init, *log;
+	uint64_t pool_mib, orphan_grace_s;
+	bool no_seccomp, no_masks, no_limits, no_quota, no_netns, no_userns;
+};
+extern struct options options;
+
+/* Where a create can fail; the words of the protocol's `stage`. */
+enum stage {
+	STAGE_REQUEST,
+	STAGE_USERNS,
+	STAGE_CGROUP,
+	STAGE_CLONE,
+	STAGE_POOL,
+	STAGE_SPOOL,
+	STAGE_LAYERS,
+	STAGE_NAMESPACES,
+	STAGE_OVERLAY,
+	STAGE_PROC,
+	STAGE_DEV,
+	STAGE_SYS,
+	STAGE_MASKS,
+	STAGE_NETWORK,
+	STAGE_PIVOT,
+	STAGE_SOCKET,
+	STAGE_PRIVILEGES,
+	STAGE_SECCOMP,
+	STAGE_EXEC,
+	STAGE_CONNECT,
+	STAGE_DESTROYED,
+	STAGE_READY,
+};
+
+enum network { NETWORK_NONE, NETWORK_PROXY, NETWORK_OPEN };
+
+struct layer {
+	char digest[DIGEST_MAX + 1];
+	int fd;	      /* the read-only mount */
+	int cover_fd; /* what the mount is attached to, or -1 (mounts.c) */
+	unsigned users;
+	struct layer *next;
+};
+
+struct spec {
+	struct layer *layers[LAYERS_MAX]; /* topmost first */
+	unsigned layer_count;
+	uint64_t upper_bytes, memory_bytes, pids, cpu_us, shm_bytes;
+	char hostname[HOSTNAME_MAX + 1];
+	enum network network;
+};
+
+/* An epoll registration: embedded in what it belongs to. */
+struct watch {
+	void (*handle)(struct watch *watch, uint32_t events);
+};
+
+enum sandbox_state { SANDBOX_STARTING, SANDBOX_RUNNING, SANDBOX_ENDED, SANDBOX_REMOVING };
+
+/* A request that waits for something; answered only if its connection is still the live one. */
+struct waiter {
+	uint64_t tag, connection;
+	struct waiter *next;
+};
+
+struct counters {
+	uint64_t oom_kills, cpu_ns, memory_peak_bytes;
+};
+
+struct sandbox {
+	char id[ID_MAX + 1];
+	enum sandbox_state state;
+	unsigned slot;
+	uid_t uid_base;
+	pid_t pid; /* 0 once reaped */
+	uint64_t start_time;
+	struct spec spec;
+	struct watch status;
+	int status_fd;	 /* the launch child's reports; -1 after exec */
+	int listener_fd; /* the proxy's TCP socket, or -1 */
+	bool has_platform;
+	bool create_pending;
+	struct waiter create;
+	enum stage failed_stage; /* of a create that failed; meaningful while create_pending and REMOVING */
+	int failed_errno;
+	struct waiter *destroys;
+	int wstatus;
+	struct counters counters;
+	unsigned remove_tries;
+	struct sandbox *next_by_id, *next_by_pid;
+};
+
+/* main.c */
+extern int epoll_fd, self_pidfd;
+int watch_add(struct watch *watch, int fd, uint32_t events);
+int watch_change(struct watch *watch, int fd, uint32_t events);
+void watch_close(int *fd);
+void request_shutdown(const struct waiter *waiter);
+
+/* util.c */
+#define CLEANUP_FD __attribute__((cleanup(close_fd)))
+void close_fd(int *fd);
+void log_line(const char *format, ...) __attribute__((format(printf, 1, 2)));
+int64_t monotonic_ns(void);
+int write_at(int dir_fd, const char *path, const char *text);
+int write_number_at(int dir_fd, const char *path, uint64_t number);
+ssize_t read_at(int dir_fd, const char *path, char *text, size_t size);
+uint64_t counter_at(int dir_fd, const char *path, const char *name);
+int parse_number(const char *text, uint64_t *number);
+bool is_name(const char *text, size_t length_max);
+int remove_tree_at(int dir_fd, const char *name, bool is_cgroup);
+
+/* node.c */
+struct reply {
+	char text[PACKET_MAX];
+	size_t length;
+	int fds[REPLY_FDS_MAX];
+	unsigned fd_count;
+};
+extern bool node_said_hello;
+int node_listen(void);
+void node_close(void);
+bool node_is_connected(void);
+int64_t node_absent_since_ns(void);
+bool node_was_ever_connected(void);
+struct waiter node_waiter(uint64_t tag);
+struct reply *reply_start(const char *kind);
+void reply_add(struct reply *reply, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void reply_add_fd(struct reply *reply, int fd);
+void reply_send(struct reply *reply, const struct waiter *waiter);
+void reply_error(const struct waiter *waiter, const char *stage, int error, const char *message);
+void event_exit(const struct sandbox *sandbox);
+
+/* operations.c */
+void handle_request(char *packet, size_t length);
+void reply_sandbox(struct sandbox *sandbox, const struct waiter *waiter, enum stage *failed);
+
+/* sandbox.c */
+extern unsigned sandbox_count;
+struct sandbox *sandbox_by_id(const char *id);
+struct sandbox *sandbox_by_slot(unsigned slot);
+unsigned sandbox_slots_end(void);
+void sandbox_create(const char *id, const struct spec *spec, uint64_t tag);
+void sandbox_destroy(struct sandbox *sandbox, const struct waiter *waiter);
+void sandbox_reap(void);
+void sandbox_destroy_all(void);
+int sandbox_retry_removals(void);
+void sandbox_announce_ended(void);
+const char *stage_name(enum stage stage);
+
+/* initlink.c */
+int init_connect(const struct sandbox *sandbox);
+
+/* pool.c */
+int pool_open(void);
+void pool_close(void);
+uint64_t pool_bytes(void);
+extern bool pool_has_simple_quota;
+int pool_make(const struct sandbox *sandbox, int *upper_fd);
+int pool_make_spool(const struct sandbox *sandbox);
+int pool_remove(const struct sandbox *sandbox);
+bool pool_has_stale_quotas(void);
+void pool_drop_stale_quotas(void);
+
+/* userns.c */
+int userns_take_slot(void);
+int userns_open(unsigned slot);
+void userns_started(unsigned slot);
+void userns_keep(unsigned slot, pid_t pid);
+void userns_release_slot(unsigned slot);
+
+/* cgroup.c */
+enum leaf { LEAF_GUEST, LEAF_PLATFORM };
+#define LEAF_FDS_MAX 4u
+struct leaf_fds {
+	int fds[LEAF_FDS_MAX];
+	unsigned count, procs_count;
+};
+int cgroup_open(void);
+void cgroup_close(void);
+bool cgroup_is_v2(void);
+bool cgroup_has(const char *controller);
+int cgroup_make_init(const struct sandbox *sandbox);
+int cgroup_make_guest(const struct sandbox *sandbox);
+int cgroup_make_platform(const struct sandbox *sandbox);
+int cgroup_open_leaf(const struct sandbox *sandbox, enum leaf leaf, struct leaf_fds *leaf_fds);
+void cgroup_read_counters(struct sandbox *sandbox);
+int cgroup_remove_platform(const struct sandbox *sandbox);
+int cgroup_remove(const struct sandbox *sandbox);
+
+/* mounts.c */
+struct root_parts {
+	int layers[LAYERS_MAX], upper, dev, sys;
+};
+int mounts_open(void);
+int mounts_leave_host(void);
+void mounts_close(void);
+int mounts_hold(int mount_fd, const char *name);
+struct layer *layer_find(const char *digest);
+int layer_add(const char *digest, bool is_dir, const char *path);
+int layer_remove(struct layer *layer);
+int mount_new(const char *type, unsigned attributes, const char *const *pairs);
+int mount_clone(int dir_fd, const char *path);
+int root_collect(const struct sandbox *sandbox, int userns_fd, int upper_fd, struct root_parts *parts);
+int root_assemble(const struct sandbox *sandbox, const struct root_parts *parts);
+
+/* launch.c */
+struct launch_report {
+	int32_t stage, error;
+};
+extern int init_binary_fd;
+int launch(struct sandbox *sandbox, int userns_fd, int cgroup_fd);
+void enter_stage(enum stage stage);
+int receive_report(int fd, struct launch_report *report, int *passed_fd);
+
+/* privileges.c */
+int drop_privileges(int userns_fd);
+
+/* seccomp.c */
+int seccomp_compile(void);
+int seccomp_install(void);
+
+#endif
