@@ -53,7 +53,7 @@ def make_node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         return made[-1]
 
     yield make
-    assert [line for node in made if node.supervisor_pid for line in node.end()] == []
+    assert [line for node in made for line in node.end()] == []
 
 
 _SHARED = pytest.StashKey[NodeProcess]()
@@ -73,5 +73,5 @@ def _no_sandbox_outlives_its_module(pytestconfig: pytest.Config) -> Iterator[Non
     """A module leaves no sandbox on the shared node."""
     yield
     node = pytestconfig.stash.get(_SHARED, None)
-    if node is not None and node.supervisor_pid:
+    if node is not None and node.process is not None:
         assert node.wait_empty(LEASE_GRACE_S) == []

@@ -1,10 +1,7 @@
 """What a node can leave behind on its host, and whether it did.
 
-watch = Watch(state_dir)     # before the node starts
-...                          # start it
-watch.look()                 # while its supervisor runs: learns the name of its cgroups
-...                          # end it
-assert watch.settle() == []
+Make a `Watch` of the state directory; while the node runs, `supervisor_pid()` makes sure that the watch looks for the
+right cgroups; when it has ended, `settle()` must be empty.
 """
 
 import os
@@ -26,23 +23,20 @@ def processes() -> Iterator[tuple[int, list[str]]]:
 
 
 class Watch:
-    """One state directory, and all that a node that uses it may make on the host."""
+    """One existing state directory, and all that a node that uses it may make on the host."""
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir.resolve()
-        self.cgroups: set[str] = set()
+        stat = self.state_dir.stat()
+        self.cgroup = f"n{stat.st_ino:x}-{stat.st_dev:x}"  # as the container backend names it
 
-    def look(self) -> int:
-        """Learn the cgroup name from the running supervisor; returns its pid.
-
-        Raises:
-            LookupError: No supervisor uses this state directory now.
-        """
+    def supervisor_pid(self) -> int | None:
+        """The running supervisor of this state directory; None: there is none, as before the first sandbox."""
         for pid, argv in self._own_processes():
             if "--cgroup" in argv:
-                self.cgroups.add(argv[argv.index("--cgroup") + 1])
+                assert argv[argv.index("--cgroup") + 1] == self.cgroup, "the backend names its cgroups otherwise"
                 return pid
-        raise LookupError(f"no supervisor runs for {self.state_dir}")
+        return None
 
     def remains(self, *, files: frozenset[str] | None = None) -> list[str]:
         """Everything of this node that is on the host now, one line each.
@@ -50,8 +44,6 @@ class Watch:
         Args:
             files: Names that may stay in the state directory; None: its files are not looked at.
         """
-        if not self.cgroups:
-            raise LookupError("look() found no supervisor yet: nothing could be told from a leak")
         found = [f"process {pid}: {' '.join(argv)}" for pid, argv in self._own_processes()]
         found += [f"mount: {line}" for line in self._mounts()]
         found += [f"cgroup: {path}" for path in self._cgroup_dirs()]
@@ -94,7 +86,7 @@ class Watch:
 
     def _cgroup_dirs(self) -> list[Path]:
         roots = [CGROUPS, *(path for path in CGROUPS.iterdir() if path.is_dir())]
-        return [path for root in roots for name in sorted(self.cgroups) if (path := root / "barchan" / name).exists()]
+        return [path for root in roots if (path := root / "barchan" / self.cgroup).exists()]
 
     def _loop_devices(self) -> list[str]:
         found = []

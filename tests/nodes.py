@@ -45,7 +45,6 @@ class NodeProcess:
         state_dir.mkdir(mode=0o700, exist_ok=True)
         (state_dir / "images").symlink_to(images)
         self.watch = Watch(state_dir)
-        self.supervisor_pid = 0
 
     @property
     def socket(self) -> Path:
@@ -74,7 +73,6 @@ class NodeProcess:
         if said != b"ready\n":
             self.kill()
             raise AssertionError(f"the node did not start: {said!r}\n{self.log[-4000:]}")
-        self.supervisor_pid = self.watch.look()
 
     def request(self, method: str, path: str) -> Any:
         """One request without a body, over plain HTTP on the socket, with nothing of the SDK; its JSON reply."""
@@ -112,6 +110,7 @@ class NodeProcess:
     def end(self) -> list[str]:
         """End the node with every sandbox; returns what remains on the host, which should be nothing."""
         if self.process is not None and self.process.poll() is None:
+            self.watch.supervisor_pid()
             self.request("POST", "/v1/node/shutdown")
             self.process.wait(END_TIMEOUT_S)
         self.process = None

@@ -1,9 +1,7 @@
 """The leak checker sees each kind of remains; a checker that sees nothing would pass every suite."""
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from tests.leaks import CGROUPS, Watch
 
 pytestmark = pytest.mark.requires("root")
 
-NAME = f"leaktest-{os.getpid()}"
 WAIT = "import sys; print('up', flush=True); sys.stdin.read()"
 
 
@@ -33,19 +30,25 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
-    """A watch that has seen a supervisor (an idle stand-in with its arguments), which is gone again."""
-    watch = Watch(tmp_path)
-    with pytest.raises(LookupError):
-        watch.remains()
-    supervisor = start("--socket", f"{tmp_path}/supervisor.sock", "--cgroup", NAME)
-    assert watch.look() == supervisor.pid
+def watch(tmp_path: Path) -> Watch:
+    return Watch(tmp_path)
+
+
+def test_the_supervisor_is_found(watch: Watch) -> None:
+    """It is found by its arguments while it runs, and refused if it uses other cgroups than the watch looks for."""
+    assert watch.supervisor_pid() is None
+    socket = f"{watch.state_dir}/supervisor.sock"
+    supervisor = start("--socket", socket, "--cgroup", watch.cgroup)
+    assert watch.supervisor_pid() == supervisor.pid
     end(supervisor)
-    yield watch
+    stranger = start("--socket", socket, "--cgroup", "another")
+    with pytest.raises(AssertionError):
+        watch.supervisor_pid()
+    end(stranger)
 
 
 def test_nothing_left_is_an_empty_list(watch: Watch) -> None:
-    """When the supervisor is gone and left nothing, nothing is reported."""
+    """Where no node ever ran, nothing is reported."""
     assert watch.settle(files=frozenset()) == []
 
 
@@ -63,7 +66,7 @@ def test_a_process_is_seen(watch: Watch) -> None:
 def test_a_cgroup_is_seen(watch: Watch) -> None:
     """An empty cgroup under barchan/NAME is reported in whichever hierarchy it is."""
     root = next(path for path in (CGROUPS / "pids", CGROUPS / "unified", CGROUPS) if (path / "cgroup.procs").exists())
-    leaf = root / "barchan" / NAME
+    leaf = root / "barchan" / watch.cgroup
     made = [path for path in (leaf.parent, leaf) if not path.exists()]
     leaf.mkdir(parents=True)
     try:
