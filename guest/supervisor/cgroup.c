@@ -198,16 +198,18 @@ static int limit_v1(int hierarchy, const char *name, const struct limits *limits
 {
 	char text[24];
 
-	if (options.no_limits)
-		return 0;
 	switch (hierarchy) {
 	case MEMORY:
+		if (options.no_memory_limit)
+			return 0;
 		snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->memory_bytes);
 		if (write_leaf(base(MEMORY), name, "memory.limit_in_bytes", text) < 0)
 			return -1;
 		/* Absent without swap accounting. */
 		return write_leaf(base(MEMORY), name, "memory.memsw.limit_in_bytes", text) < 0 && errno != ENOENT ? -1 : 0;
 	case PIDS:
+		if (options.no_pids_limit)
+			return 0;
 		snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->pids);
 		return write_leaf(base(PIDS), name, "pids.max", text);
 	default:
@@ -220,15 +222,13 @@ static int limit_v2(const char *path, const struct limits *limits)
 {
 	char text[48];
 
-	if (options.no_limits)
-		return 0;
 	snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->memory_bytes);
-	if (write_leaf(base(UNIFIED), path, "memory.max", text) < 0 ||
+	if ((!options.no_memory_limit && write_leaf(base(UNIFIED), path, "memory.max", text) < 0) ||
 	    (write_leaf(base(UNIFIED), path, "memory.swap.max", "0") < 0 && errno != ENOENT) ||
 	    write_leaf(base(UNIFIED), path, "memory.oom.group", "0") < 0)
 		return -1;
 	snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->pids);
-	if (write_leaf(base(UNIFIED), path, "pids.max", text) < 0)
+	if (!options.no_pids_limit && write_leaf(base(UNIFIED), path, "pids.max", text) < 0)
 		return -1;
 	snprintf(text, sizeof(text), "%llu " CPU_PERIOD, (unsigned long long)limits->cpu_us);
 	return limits->cpu_us ? write_leaf(base(UNIFIED), path, "cpu.max", text) : 0;
@@ -236,7 +236,7 @@ static int limit_v2(const char *path, const struct limits *limits)
 
 static int give_to_init(const struct sandbox *sandbox, const char *path)
 {
-	uid_t uid = sandbox->uid_base + INIT_UID;
+	uid_t uid = sandbox->uid_base + init_uid();
 
 	return fchownat(base(UNIFIED), path, uid, uid, AT_SYMLINK_NOFOLLOW);
 }
@@ -284,6 +284,15 @@ int cgroup_make_guest(const struct sandbox *sandbox)
 	return make_leaf(sandbox, LEAF_GUEST, &(struct limits){spec->memory_bytes, spec->pids, spec->cpu_us});
 }
 
+/* The calling process, as --init-in-guest-leaf has it. */
+int cgroup_enter_guest(const struct sandbox *sandbox)
+{
+	for (int i = 0; i < UNIFIED && !pure_v2; i++)
+		if (base(i) >= 0 && write_leaf(base(i), sandbox->id, "cgroup.procs", "0") < 0)
+			return -1;
+	return pure_v2 ? write_leaf(base(UNIFIED), sandbox->id, "guest/cgroup.procs", "0") : 0;
+}
+
 int cgroup_make_platform(const struct sandbox *sandbox)
 {
 	return make_leaf(sandbox, LEAF_PLATFORM, &(struct limits){PLATFORM_MEMORY_BYTES, PLATFORM_PIDS, 0});
@@ -306,6 +315,8 @@ int cgroup_open_leaf(const struct sandbox *sandbox, enum leaf leaf, struct leaf_
 		leaf_fds->fds[leaf_fds->count++] = fd;
 	}
 	leaf_fds->procs_count = leaf_fds->count;
+	if (options.no_exec_cgroup)
+		return 0;
 	snprintf(path, sizeof(path), "%s/%s", sandbox->id, leaf == LEAF_PLATFORM ? "platform" : "guest");
 	int fd = openat(base(UNIFIED), path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	if (fd < 0)

@@ -153,6 +153,8 @@ static _Noreturn void become_init(const struct sandbox *sandbox, int userns_fd)
 
 	enter_stage(STAGE_CGROUP);
 	must(cgroup_make_guest(sandbox));
+	if (options.init_in_guest_leaf)
+		must(cgroup_enter_guest(sandbox));
 	enter_stage(STAGE_POOL);
 	must(pool_make(sandbox, &upper_fd));
 	enter_stage(STAGE_SPOOL);

@@ -22,12 +22,28 @@
 #define IDLE_WAIT_NS (2 * NS_PER_S)
 #define RETRY_MS 2
 #define RETRY_MS_MAX 100
-#define QUOTA_SWEEP_NS (5 * NS_PER_S)
+#define QUOTA_SWEEP_NS (NS_PER_S / 5)
 #define SHUTDOWN_WAIT_NS (20 * NS_PER_S)
 #define POOL_MIB_MIN 128u
 #define OPEN_FILES_MAX 1048576u
 
 struct options options;
+const struct weakening weakenings[WEAKENINGS] = {
+	{"no-userns", &options.no_userns},
+	{"no-caps-drop", &options.no_caps_drop},
+	{"no-seccomp", &options.no_seccomp},
+	{"no-pidns", &options.no_pidns},
+	{"no-netns", &options.no_netns},
+	{"no-masks", &options.no_masks},
+	{"writable-layers", &options.writable_layers},
+	{"no-quota", &options.no_quota},
+	{"no-memory-limit", &options.no_memory_limit},
+	{"no-pids-limit", &options.no_pids_limit},
+	{"init-in-guest-leaf", &options.init_in_guest_leaf},
+	{"init-as-guest-root", &options.init_as_guest_root},
+	{"no-exec-cgroup", &options.no_exec_cgroup},
+	{"full-dev", &options.full_dev},
+};
 int epoll_fd = -1, self_pidfd = -1;
 
 static void handle_signals(struct watch *watch, uint32_t events);
@@ -120,19 +136,16 @@ static int run_timers(void)
 		else
 			next_ns = orphan_deadline_ns();
 	}
-	if (sandbox_retry_removals() > 0) {
+	if (sandbox_remove_ended()) {
 		next_ns = earlier(next_ns, now_ns + retry_ms * NS_PER_MS);
 		retry_ms = retry_ms < RETRY_MS_MAX ? retry_ms * 2 : retry_ms;
 	} else {
 		retry_ms = RETRY_MS;
 	}
-	if (pool_has_stale_quotas()) {
-		if (quota_sweep_ns <= now_ns) {
-			pool_drop_stale_quotas();
-			quota_sweep_ns = now_ns + QUOTA_SWEEP_NS;
-		}
+	if (quota_sweep_ns <= now_ns)
+		quota_sweep_ns = pool_drop_stale_quotas() ? now_ns + QUOTA_SWEEP_NS : 0;
+	if (quota_sweep_ns)
 		next_ns = earlier(next_ns, quota_sweep_ns);
-	}
 	if (shutting_down)
 		next_ns = earlier(next_ns, shutdown_deadline_ns);
 	if (next_ns == INT64_MAX)
@@ -284,32 +297,24 @@ static int parse_options(int argc, char **argv)
 	const struct {
 		const char *name, **text;
 		uint64_t *number;
-		bool *flag;
 	} known[] = {
-		{"socket", &options.socket, NULL, NULL},
-		{"pool", &options.pool, NULL, NULL},
-		{"pool-mib", NULL, &options.pool_mib, NULL},
-		{"cgroup", &options.cgroup, NULL, NULL},
-		{"init", &options.init, NULL, NULL},
-		{"orphan-grace-s", NULL, &options.orphan_grace_s, NULL},
-		{"log", &options.log, NULL, NULL},
-		{"no-seccomp", NULL, NULL, &options.no_seccomp},
-		{"no-masks", NULL, NULL, &options.no_masks},
-		{"no-limits", NULL, NULL, &options.no_limits},
-		{"no-quota", NULL, NULL, &options.no_quota},
-		{"no-netns", NULL, NULL, &options.no_netns},
-		{"no-userns", NULL, NULL, &options.no_userns},
+		{"socket", &options.socket, NULL}, {"pool", &options.pool, NULL},
+		{"pool-mib", NULL, &options.pool_mib}, {"cgroup", &options.cgroup, NULL},
+		{"init", &options.init, NULL}, {"orphan-grace-s", NULL, &options.orphan_grace_s},
+		{"log", &options.log, NULL},
 	};
-	struct option table[COUNT(known) + 1] = {{0}};
+	struct option table[COUNT(known) + WEAKENINGS + 1] = {{0}};
 	int index;
 
 	for (size_t i = 0; i < COUNT(known); i++)
-		table[i] = (struct option){known[i].name, known[i].flag ? no_argument : required_argument, NULL, 0};
+		table[i] = (struct option){known[i].name, required_argument, NULL, 0};
+	for (size_t i = 0; i < WEAKENINGS; i++)
+		table[COUNT(known) + i] = (struct option){weakenings[i].name, no_argument, NULL, 0};
 	while ((index = -1, getopt_long(argc, argv, "", table, &index)) == 0) {
-		if (known[index].text)
+		if ((size_t)index >= COUNT(known))
+			*weakenings[(size_t)index - COUNT(known)].flag = true;
+		else if (known[index].text)
 			*known[index].text = optarg;
-		else if (known[index].flag)
-			*known[index].flag = true;
 		else if (parse_number(optarg, known[index].number) < 0)
 			return -1;
 	}
@@ -322,7 +327,7 @@ int main(int argc, char **argv)
 {
 	if (parse_options(argc, argv) < 0) {
 		fprintf(stderr, "usage: barchan-supervisor --socket PATH --pool FILE --pool-mib N(>=%u) --cgroup NAME --init FILE\n"
-				"       --orphan-grace-s N --log FILE [--no-seccomp --no-masks --no-limits --no-quota --no-netns --no-userns]\n",
+				"       --orphan-grace-s N --log FILE [switches of docs/threat-model.md]\n",
 			POOL_MIB_MIN);
 		return 2;
 	}

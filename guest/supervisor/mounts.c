@@ -104,7 +104,9 @@ static int make_dev(void)
 	static const struct {
 		const char *name;
 		unsigned major, minor;
-	} nodes[] = {{"null", 1, 3}, {"zero", 1, 5}, {"full", 1, 7}, {"random", 1, 8}, {"urandom", 1, 9}, {"tty", 5, 0}};
+	} nodes[] = {{"null", 1, 3}, {"zero", 1, 5}, {"full", 1, 7}, {"random", 1, 8}, {"urandom", 1, 9}, {"tty", 5, 0}, {"kmsg", 1, 11}};
+	/* Beside them, with --full-dev: the host's kernel log. */
+	const size_t node_count = options.full_dev ? COUNT(nodes) : COUNT(nodes) - 1;
 	static const char *const links[][2] = {{"fd", "/proc/self/fd"},		{"stdin", "/proc/self/fd/0"},
 					       {"stdout", "/proc/self/fd/1"},	{"stderr", "/proc/self/fd/2"},
 					       {"ptmx", "pts/ptmx"}};
@@ -113,7 +115,7 @@ static int make_dev(void)
 	dev_fd = mount_new("tmpfs", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, (const char *[]){"mode", "0755", NULL});
 	if (dev_fd < 0)
 		return -1;
-	for (size_t i = 0; i < COUNT(nodes); i++)
+	for (size_t i = 0; i < node_count; i++)
 		if (mknodat(dev_fd, nodes[i].name, S_IFCHR | 0666, makedev(nodes[i].major, nodes[i].minor)) < 0)
 			return -1;
 	for (size_t i = 0; i < COUNT(links); i++)
@@ -268,7 +270,9 @@ static int open_dir(const char *path)
 {
 	int copy_fd = clone_with(AT_FDCWD, path, 0);
 
-	if (copy_fd >= 0 && set_attributes(copy_fd, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID, -1) < 0)
+	uint64_t readonly = options.writable_layers ? 0 : MOUNT_ATTR_RDONLY;
+
+	if (copy_fd >= 0 && set_attributes(copy_fd, readonly | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID, -1) < 0)
 		close_fd(&copy_fd);
 	return copy_fd;
 }
@@ -372,6 +376,8 @@ int root_collect(const struct sandbox *sandbox, int userns_fd, int upper_fd, str
 
 static int make_overlay(const struct sandbox *sandbox, const struct root_parts *parts)
 {
+	if (options.writable_layers)
+		return attach(parts->layers[0], AT_FDCWD, "/root");
 	char path[32], options_text[LAYERS_MAX * 3 + 192];
 	size_t length = (size_t)snprintf(options_text, sizeof(options_text), "lowerdir=");
 
@@ -460,7 +466,8 @@ int root_assemble(const struct sandbox *sandbox, const struct root_parts *parts)
 	if (root_fd < 0)
 		return -1;
 	enter_stage(STAGE_PROC);
-	CLEANUP_FD int proc_fd = mount_new("proc", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC, NULL);
+	CLEANUP_FD int proc_fd = options.no_pidns ? mount_clone(AT_FDCWD, "/proc")
+						  : mount_new("proc", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC, NULL);
 	if (proc_fd < 0 || attach(proc_fd, root_fd, "proc") < 0)
 		return -1;
 	enter_stage(STAGE_DEV);

@@ -292,8 +292,8 @@ static void handle_connection(struct watch *watch, uint32_t events)
 {
 	static char packet[PACKET_MAX + 1];
 
-	(void)watch;
-	if (events & EPOLLOUT)
+	(void)watch, (void)events;
+	if (queue_head)
 		flush_queue();
 	while (connection_fd >= 0 && !queue_head) {
 		uint64_t number = connection_number;

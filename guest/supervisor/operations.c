@@ -8,7 +8,7 @@
 #include "supervisor.h"
 
 #define KEYS_MAX 16u
-#define LIST_MAX 400u /* of at most 64 + 48 bytes each: a reply stays far below PACKET_MAX */
+#define LIST_ENTRY_MAX 160u /* bytes: an id and three numbers */
 #define SHM_BYTES_MIN 4096u
 
 struct request {
@@ -52,7 +52,7 @@ static struct sandbox *running_of(const struct request *request)
 	if (sandbox && sandbox->state == SANDBOX_RUNNING)
 		return sandbox;
 	if (!sandbox)
-		refuse(request, "attach", ENOENT, "no such sandbox");
+		refuse(request, "unknown_id", ENOENT, "no such sandbox");
 	else if (sandbox->state == SANDBOX_STARTING)
 		refuse(request, "attach", EAGAIN, "the sandbox is starting");
 	else
@@ -61,6 +61,13 @@ static struct sandbox *running_of(const struct request *request)
 }
 
 /* --- hello, layers, list, shutdown -------------------------------------------------------------------------------- */
+
+static void add_word(char *list, size_t size, const char *word)
+{
+	size_t length = strlen(list);
+
+	snprintf(list + length, size - length, "%s%s", length ? "," : "", word);
+}
 
 static void handle_hello(struct request *request)
 {
@@ -78,19 +85,18 @@ static void handle_hello(struct request *request)
 	} features[] = {
 		{"userns", !options.no_userns},
 		{"idmap", !options.no_userns},
-		{"seccomp", !options.no_seccomp},
-		{"masks", !options.no_masks},
-		{"limits", !options.no_limits},
-		{"quota", !options.no_quota},
-		{"simple-quota", !options.no_quota && pool_has_simple_quota},
-		{"netns", !options.no_netns},
 		{"timens", access("/proc/self/ns/time", F_OK) == 0},
 		{"cpu", cgroup_has("cpu")},
+		{"simple-quota", pool_has_simple_quota},
 	};
-	char list[256] = "";
+	char list[512] = "";
 	for (size_t i = 0; i < COUNT(features); i++)
 		if (features[i].has)
-			snprintf(list + strlen(list), sizeof(list) - strlen(list), "%s%s", *list ? "," : "", features[i].name);
+			add_word(list, sizeof(list), features[i].name);
+	/* A node can tell that it talks to a weakened supervisor. */
+	for (size_t i = 0; i < WEAKENINGS; i++)
+		if (*weakenings[i].flag)
+			add_word(list, sizeof(list), weakenings[i].name);
 	struct reply *reply = start_ok(request);
 	reply_add(reply, "version=%u", PROTOCOL_VERSION);
 	reply_add(reply, "pid=%d", getpid());
@@ -131,7 +137,7 @@ static void handle_unlayer(struct request *request)
 static void handle_list(struct request *request)
 {
 	struct reply *reply;
-	uint64_t from = 0, count = 0;
+	uint64_t from = 0;
 	unsigned slot;
 
 	if (value_of(request, "from") && parse_number(value_of(request, "from"), &from) < 0) {
@@ -139,12 +145,12 @@ static void handle_list(struct request *request)
 		return;
 	}
 	reply = start_ok(request);
-	for (slot = from < SLOTS_MAX ? (unsigned)from : SLOTS_MAX; slot < sandbox_slots_end() && count < LIST_MAX; slot++) {
+	for (slot = from < SLOTS_MAX ? (unsigned)from : SLOTS_MAX; slot < sandbox_slots_end() && PACKET_MAX - reply->length > 2 * LIST_ENTRY_MAX;
+	     slot++) {
 		const struct sandbox *sandbox = sandbox_by_slot(slot);
 		if (!sandbox || (sandbox->state != SANDBOX_RUNNING && sandbox->state != SANDBOX_ENDED))
 			continue;
 		reply_add(reply, "sandbox=%s:%d:%llu:%u", sandbox->id, sandbox->pid, (unsigned long long)sandbox->start_time, sandbox->uid_base);
-		count++;
 	}
 	if (slot < sandbox_slots_end())
 		reply_add(reply, "next=%u", slot);
@@ -176,12 +182,12 @@ static int parse_layers(const char *text, struct spec *spec)
 	return spec->layer_count > 0 ? 0 : (errno = EINVAL, -1);
 }
 
+static const char *const network_names[] = {[NETWORK_NONE] = "none", [NETWORK_PROXY] = "proxy", [NETWORK_OPEN] = "open"};
+
 static int parse_network(const char *text, enum network *network)
 {
-	static const char *const names[] = {[NETWORK_NONE] = "none", [NETWORK_PROXY] = "proxy", [NETWORK_OPEN] = "open"};
-
-	for (size_t i = 0; i < COUNT(names); i++)
-		if (strcmp(text, names[i]) == 0) {
+	for (size_t i = 0; i < COUNT(network_names); i++)
+		if (strcmp(text, network_names[i]) == 0) {
 			*network = (enum network)i;
 			return 0;
 		}
@@ -262,6 +268,7 @@ void reply_sandbox(struct sandbox *sandbox, const struct waiter *waiter, enum st
 	reply_add(reply, "pid=%d", sandbox->pid);
 	reply_add(reply, "start_time=%llu", (unsigned long long)sandbox->start_time);
 	reply_add(reply, "uid_base=%u", sandbox->uid_base);
+	reply_add(reply, "network=%s", network_names[sandbox->spec.network]);
 	reply_add_fd(reply, init_fd);
 	reply_add_fd(reply, pid_fd);
 	if (has_network)
@@ -308,7 +315,7 @@ static void handle_destroy(struct request *request)
 	if (sandbox)
 		sandbox_destroy(sandbox, &request->waiter);
 	else
-		refuse(request, "destroy", ENOENT, "no such sandbox");
+		refuse(request, "unknown_id", ENOENT, "no such sandbox");
 }
 
 /* --- dispatch ----------------------------------------------------------------------------------------------------- */

@@ -20,12 +20,13 @@
 #define QUOTA_ENABLE_SIMPLE 4u
 #define LOOP_TRIES 20
 #define STALE_MAX 65536u
+#define SWEEP_MAX 128u
 
 bool pool_has_simple_quota;
 static int pool_fd = -1; /* the root directory */
 /* Quota groups of removed subvolumes: they can be dropped only after the kernel's cleaner has emptied these. */
-static uint64_t stale_quotas[STALE_MAX];
-static unsigned stale_count;
+static uint64_t stale_quotas[STALE_MAX]; /* a ring, oldest first */
+static unsigned stale_first, stale_count;
 
 uint64_t pool_bytes(void)
 {
@@ -163,7 +164,7 @@ int pool_make(const struct sandbox *sandbox, int *upper_fd)
 int pool_make_spool(const struct sandbox *sandbox)
 {
 	char path[ID_MAX + 16];
-	uid_t uid = sandbox->uid_base + INIT_UID;
+	uid_t uid = sandbox->uid_base + init_uid();
 
 	snprintf(path, sizeof(path), "spool/%s", sandbox->id);
 	if (mkdirat(pool_fd, path, 0700) < 0 || fchownat(pool_fd, path, uid, uid, AT_SYMLINK_NOFOLLOW) < 0)
@@ -179,7 +180,7 @@ static void remember_quota(int upper_dir_fd, const char *id)
 
 	/* One that isn't remembered costs the kernel a few hundred bytes until the pool goes. */
 	if (fd >= 0 && stale_count < STALE_MAX && ioctl(fd, BTRFS_IOC_INO_LOOKUP, &lookup) == 0)
-		stale_quotas[stale_count++] = lookup.treeid;
+		stale_quotas[(stale_first + stale_count++) % STALE_MAX] = lookup.treeid;
 }
 
 /* Safe to repeat. The subvolume's content goes with it, later and by itself. */
@@ -200,20 +201,15 @@ int pool_remove(const struct sandbox *sandbox)
 	return remove_tree_at(spool_fd, sandbox->id, false);
 }
 
-bool pool_has_stale_quotas(void)
+/* Drop those whose subvolume is emptied, in the order of removal, a bounded number at a time; true when some are left. */
+bool pool_drop_stale_quotas(void)
 {
-	return stale_count > 0;
-}
-
-/* Those that are still in use (EBUSY) stay for the next time. */
-void pool_drop_stale_quotas(void)
-{
-	unsigned kept = 0;
-
-	for (unsigned i = 0; i < stale_count; i++) {
-		struct btrfs_ioctl_qgroup_create_args arguments = {.create = 0, .qgroupid = stale_quotas[i]};
+	for (unsigned i = 0; i < SWEEP_MAX && stale_count > 0; i++) {
+		struct btrfs_ioctl_qgroup_create_args arguments = {.create = 0, .qgroupid = stale_quotas[stale_first]};
 		if (ioctl(pool_fd, BTRFS_IOC_QGROUP_CREATE, &arguments) < 0 && errno == EBUSY)
-			stale_quotas[kept++] = stale_quotas[i];
+			break;
+		stale_first = (stale_first + 1) % STALE_MAX;
+		stale_count--;
 	}
-	stale_count = kept;
+	return stale_count > 0;
 }

@@ -42,6 +42,24 @@ static int set_limits(void)
 	return 0;
 }
 
+/* --no-caps-drop: everything the user namespace has, for the init and whatever it starts. */
+static int keep_capabilities(void)
+{
+	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+	struct __user_cap_data_struct data[2];
+
+	if (syscall(SYS_capget, &header, data) < 0)
+		return -1;
+	data[0].inheritable = data[0].permitted;
+	data[1].inheritable = data[1].permitted;
+	if (syscall(SYS_capset, &header, data) < 0)
+		return -1;
+	for (int capability = 0; capability <= CAP_LAST_CAP; capability++)
+		if (prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability, 0, 0) < 0 && errno != EPERM)
+			return -1;
+	return 0;
+}
+
 static int set_capabilities(void)
 {
 	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
@@ -81,10 +99,10 @@ int drop_privileges(int userns_fd)
 		return -1;
 	if (!options.no_userns && setns(userns_fd, CLONE_NEWUSER) < 0)
 		return -1;
-	if (prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP) < 0 || setresgid(INIT_UID, INIT_UID, INIT_UID) < 0 ||
-	    setresuid(INIT_UID, INIT_UID, INIT_UID) < 0)
+	if (prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP) < 0 || setresgid(init_uid(), init_uid(), init_uid()) < 0 ||
+	    setresuid(init_uid(), init_uid(), init_uid()) < 0)
 		return -1;
-	if (set_capabilities() < 0 || die_with_supervisor() < 0)
+	if ((options.no_caps_drop ? keep_capabilities() : set_capabilities()) < 0 || die_with_supervisor() < 0)
 		return -1;
-	return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+	return options.no_caps_drop ? 0 : prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
 }

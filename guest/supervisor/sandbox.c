@@ -19,6 +19,7 @@ static void handle_status(struct watch *watch, uint32_t events);
 unsigned sandbox_count;
 static struct sandbox *by_slot[SLOTS_MAX], *by_id[BUCKETS], *by_pid[BUCKETS];
 static unsigned slots_end; /* no sandbox at or above */
+static struct sandbox *removing; /* with no process left */
 
 static const char *const stage_names[] = {
 	[STAGE_REQUEST] = "request",	   [STAGE_USERNS] = "userns",	[STAGE_CGROUP] = "cgroup",	   [STAGE_CLONE] = "clone",
@@ -140,47 +141,45 @@ static void forget(struct sandbox *sandbox)
 	free(sandbox);
 }
 
-/* One attempt at removing everything of a sandbox whose processes are gone. */
-static void try_remove(struct sandbox *sandbox)
+/* From here on the main loop tries until it is gone: handlers never free what their caller may still hold. */
+static void removable(struct sandbox *sandbox)
 {
 	watch_close(&sandbox->status_fd), close_fd(&sandbox->listener_fd);
-	if (cgroup_remove(sandbox) == 0 && pool_remove(sandbox) == 0) {
-		forget(sandbox);
-		return;
-	}
-	if (++sandbox->remove_tries == TRIES_BEFORE_LOG)
-		log_line("%s: still can't be removed: %s", sandbox->id, strerror(errno));
+	sandbox->next_removing = removing;
+	removing = sandbox;
 }
 
-/* Those that are left for the next time. */
-int sandbox_retry_removals(void)
+/* Remove all of those whose processes are gone; true when something is left for later. */
+bool sandbox_remove_ended(void)
 {
-	int left = 0;
+	struct sandbox **link = &removing;
 
-	for (unsigned slot = 0; slot < slots_end; slot++) {
-		struct sandbox *sandbox = by_slot[slot];
-		if (!sandbox || sandbox->state != SANDBOX_REMOVING || sandbox->pid)
+	while (*link) {
+		struct sandbox *sandbox = *link;
+		if (cgroup_remove(sandbox) == 0 && pool_remove(sandbox) == 0) {
+			*link = sandbox->next_removing;
+			forget(sandbox);
 			continue;
-		try_remove(sandbox);
-		left += by_slot[slot] == sandbox;
+		}
+		if (++sandbox->remove_tries == TRIES_BEFORE_LOG)
+			log_line("%s: still can't be removed: %s", sandbox->id, strerror(errno));
+		link = &sandbox->next_removing;
 	}
-	return left;
+	return removing != NULL;
 }
 
 static void start_removal(struct sandbox *sandbox)
 {
 	if (sandbox->state == SANDBOX_REMOVING)
 		return;
-	if (sandbox->pid) {
-		if (sandbox->state == SANDBOX_RUNNING)
-			userns_keep(sandbox->slot, sandbox->pid);
-		/* The end of PID 1 is the end of every process of its namespace, frozen ones included. */
-		if (kill(sandbox->pid, SIGKILL) < 0)
-			log_line("%s: kill: %s", sandbox->id, strerror(errno));
-	}
+	if (sandbox->pid && sandbox->state == SANDBOX_RUNNING)
+		userns_keep(sandbox->slot, sandbox->pid);
+	/* The end of PID 1 is the end of every process of its namespace, frozen ones included. */
+	if (sandbox->pid && kill(sandbox->pid, SIGKILL) < 0)
+		log_line("%s: kill: %s", sandbox->id, strerror(errno));
 	sandbox->state = SANDBOX_REMOVING;
 	if (!sandbox->pid)
-		try_remove(sandbox);
+		removable(sandbox);
 }
 
 void sandbox_destroy(struct sandbox *sandbox, const struct waiter *waiter)
@@ -333,11 +332,16 @@ void sandbox_create(const char *id, const struct spec *spec, uint64_t tag)
 
 static void ended(struct sandbox *sandbox, int wstatus)
 {
-	/* Its last words first: a child that failed reports and exits at once. */
-	read_status(sandbox);
+	/* The number may name another process from now on. */
 	sandbox->pid = 0;
 	sandbox->wstatus = wstatus;
 	cgroup_read_counters(sandbox);
+	if (sandbox->state == SANDBOX_REMOVING) {
+		removable(sandbox);
+		return;
+	}
+	/* Its last words: a child that failed reports and exits at once. */
+	read_status(sandbox);
 	switch (sandbox->state) {
 	case SANDBOX_STARTING: fail_create(sandbox, STAGE_CLONE, ECHILD); break;
 	case SANDBOX_RUNNING:
@@ -345,8 +349,8 @@ static void ended(struct sandbox *sandbox, int wstatus)
 		close_fd(&sandbox->listener_fd);
 		event_exit(sandbox);
 		break;
-	case SANDBOX_ENDED: break;
-	case SANDBOX_REMOVING: try_remove(sandbox); break;
+	case SANDBOX_ENDED:
+	case SANDBOX_REMOVING: break;
 	}
 }
 

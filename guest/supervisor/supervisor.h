@@ -23,7 +23,6 @@
 #define SLOTS_MAX 16384u
 #define UID_FIRST 1048576u
 #define UIDS_PER_SLOT 65536u
-#define INIT_UID 65535u /* inside the sandbox; no guest program runs as it */
 #define INIT_LISTEN_FD 3
 #define INIT_SPOOL_FD 4
 #define INIT_SPOOL_BYTES "268435456"
@@ -38,9 +37,18 @@
 struct options {
 	const char *socket, *pool, *cgroup, *init, *log;
 	uint64_t pool_mib, orphan_grace_s;
-	bool no_seccomp, no_masks, no_limits, no_quota, no_netns, no_userns;
+	/* Protections switched off, for the tests that show each matters (docs/threat-model.md). */
+	bool no_userns, no_caps_drop, no_seccomp, no_pidns, no_netns, no_masks, writable_layers, no_quota, no_memory_limit,
+		no_pids_limit, init_in_guest_leaf, init_as_guest_root, no_exec_cgroup, full_dev;
 };
 extern struct options options;
+
+struct weakening {
+	const char *name;
+	bool *flag;
+};
+#define WEAKENINGS 14
+extern const struct weakening weakenings[WEAKENINGS];
 
 /* Where a create can fail; the words of the protocol's `stage`. */
 enum stage {
@@ -123,7 +131,7 @@ struct sandbox {
 	int wstatus;
 	struct counters counters;
 	unsigned remove_tries;
-	struct sandbox *next_by_id, *next_by_pid;
+	struct sandbox *next_by_id, *next_by_pid, *next_removing;
 };
 
 /* main.c */
@@ -141,6 +149,7 @@ int64_t monotonic_ns(void);
 int write_at(int dir_fd, const char *path, const char *text);
 int write_number_at(int dir_fd, const char *path, uint64_t number);
 ssize_t read_at(int dir_fd, const char *path, char *text, size_t size);
+uid_t init_uid(void);
 uint64_t counter_at(int dir_fd, const char *path, const char *name);
 int parse_number(const char *text, uint64_t *number);
 bool is_name(const char *text, size_t length_max);
@@ -180,7 +189,7 @@ void sandbox_create(const char *id, const struct spec *spec, uint64_t tag);
 void sandbox_destroy(struct sandbox *sandbox, const struct waiter *waiter);
 void sandbox_reap(void);
 void sandbox_destroy_all(void);
-int sandbox_retry_removals(void);
+bool sandbox_remove_ended(void);
 void sandbox_announce_ended(void);
 const char *stage_name(enum stage stage);
 
@@ -195,8 +204,7 @@ extern bool pool_has_simple_quota;
 int pool_make(const struct sandbox *sandbox, int *upper_fd);
 int pool_make_spool(const struct sandbox *sandbox);
 int pool_remove(const struct sandbox *sandbox);
-bool pool_has_stale_quotas(void);
-void pool_drop_stale_quotas(void);
+bool pool_drop_stale_quotas(void);
 
 /* userns.c */
 int userns_take_slot(void);
@@ -218,6 +226,7 @@ bool cgroup_is_v2(void);
 bool cgroup_has(const char *controller);
 int cgroup_make_init(const struct sandbox *sandbox);
 int cgroup_make_guest(const struct sandbox *sandbox);
+int cgroup_enter_guest(const struct sandbox *sandbox);
 int cgroup_make_platform(const struct sandbox *sandbox);
 int cgroup_open_leaf(const struct sandbox *sandbox, enum leaf leaf, struct leaf_fds *leaf_fds);
 void cgroup_read_counters(struct sandbox *sandbox);

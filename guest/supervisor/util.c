@@ -73,6 +73,12 @@ ssize_t read_at(int dir_fd, const char *path, char *text, size_t size)
 	return length;
 }
 
+/* The init's uid and gid inside its sandbox; no guest program runs as it. */
+uid_t init_uid(void)
+{
+	return options.init_as_guest_root ? 0 : 65535;
+}
+
 /* The number after `name` in a file of "name number" lines, or the file's only number when name is NULL; 0 if absent. */
 uint64_t counter_at(int dir_fd, const char *path, const char *name)
 {
