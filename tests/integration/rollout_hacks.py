@@ -110,9 +110,11 @@ HACKS: dict[str, tuple[str, str]] = {
     "holds a NUL": ("def double(x):\n    return 2 * x\n\0", "completed"),
 }
 
-# Reads the nonce out of the checker's memory, writes a report to the checker's stdout, and ends the checker.
+# Reads the nonce out of the checker's memory, takes the checker's stdout, writes a report there, and ends the checker.
 THIEF = r"""
-import os, re, signal
+import ctypes, os, re, signal
+
+PIDFD_GETFD = 438
 
 def steal():
     for name in os.listdir("/proc"):
@@ -132,9 +134,10 @@ def steal():
                     found.update(re.findall(rb"nonces\x20\x00\x00\x00([0-9a-f]{32})", data))
                     found.update(re.findall(rb"\x00([0-9a-f]{32})\x00", data))
         for nonce in found:
-            with open(f"/proc/{name}/fd/1", "wb", 0) as out:
-                out.write(nonce + b" passed 2 6 ''\n")
-                os.kill(int(name), signal.SIGKILL)
+            process = os.pidfd_open(int(name))
+            out = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, 1, 0)
+            os.write(out, nonce + b" passed 2 6 ''\n")
+            os.kill(int(name), signal.SIGKILL)
             return
 
 def double(x):

@@ -26,7 +26,7 @@ from barchan.rollout.verdict import CheckReport, Control, Grading, Outcome
 
 CANDIDATE_USER = "65534:65534"  # nobody, by number: also where the template has no such name
 CHECKER_USER = "root"
-INTERPRETER = ("python3", "-I", "-S", "-E", "-c")  # half the start-up time of a bare python3
+INTERPRETER = ("python3", "-I", "-S", "-c")  # half the start-up time of a bare python3
 REPORT_BYTES_MAX = 64 << 10
 PLATFORM_SLACK_S = 10.0  # beyond the checker's own deadline, the platform ends it
 END_WAIT_S = 2.0  # for the candidate's wait status, once its pipe is closed
