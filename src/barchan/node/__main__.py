@@ -30,7 +30,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--token-file", type=Path, help="holds the token; made with a fresh one if missing")
     parser.add_argument("--idle-exit-s", type=float, default=30.0, help="end after this long idle and empty; 0: never")
     parser.add_argument(
-        "--weaken", action="append", default=[], metavar="no-...", help="switch a protection off, to test that it matters"
+        "--weaken",
+        action="append",
+        default=[],
+        metavar="no-...",
+        help="switch a protection off, to test that it matters",
     )
     parser.add_argument("--ready-fd", type=int, help="write `ready`, or an error as JSON, here once")
     return parser.parse_args()

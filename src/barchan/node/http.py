@@ -360,7 +360,7 @@ async def _stream(request: web.Request, content_type: str = "") -> web.StreamRes
 
 
 def _cut_off(request: web.Request) -> web.StreamResponse:
-    """End a response that has begun without its proper end, so that no reader takes it for whole; asking again tells why."""
+    """End a response that has begun without its proper end, so that no reader takes it for whole."""
     if request.transport is not None:
         request.transport.abort()
     response: web.StreamResponse = request[_STREAMING]

@@ -107,8 +107,9 @@ class Sandboxes:
     async def start(self) -> None:
         """Find the sandboxes of an earlier node again; what can't be found is lost, what nobody knows is removed."""
         rows = {row.sandbox_id: row for row in self.journal.live()}
-        names: set[str] = {row.spec.backend for row in rows.values()}
-        for name in sorted(names):
+        for (
+            name
+        ) in backends.BACKENDS:  # at once, so that what the host lacks is said by the node's start, not by a create
             backend = await self.backend(name)
             found = set(await backend.found())
             await asyncio.gather(

@@ -1,0 +1,141 @@
+"""The node dies; its sandboxes, their processes and every byte of their output do not."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import barchan
+from barchan.sdk.aio.process import AsyncProcess
+from tests.nodes import FILES, NodeProcess
+
+SANDBOXES = 200
+LINES = 4000
+# Numbered lines, some before the node dies and some while it is dead.
+COUNTER = f"i=0; while [ $i -lt {LINES} ]; do echo line $i; i=$((i+1)); [ $((i % 100)) -ne 0 ] || sleep 0.1; done"
+EXPECTED = b"".join(b"line %d\n" % number for number in range(LINES))
+
+pytestmark = [pytest.mark.requires("root", "cgroup"), pytest.mark.timeout(300)]
+
+
+async def _output(process: AsyncProcess) -> bytes:
+    """Everything on stdout, checked to be without gap or repetition."""
+    collected = bytearray()
+    async for stream, offset, data in process.output():
+        if stream == "stdout":
+            assert len(collected) == offset
+            collected += data
+    return bytes(collected)
+
+
+async def test_a_killed_node_finds_200_sandboxes_again_and_no_stream_loses_a_byte(
+    make_node: Callable[[], NodeProcess],
+) -> None:
+    """kill -9 of the node amid 200 running sandboxes; the next one serves the same streams from their offsets."""
+    node = make_node()
+    node.start()
+    async with barchan.connect_async(f"unix://{node.socket}") as client:
+        made = [item async for item in client.create_many("debian", n=SANDBOXES, memory_mib=64)]
+        sandboxes = [item for item in made if isinstance(item, barchan.AsyncSandbox)]
+        assert len(sandboxes) == SANDBOXES
+        processes = [await sandbox.start(COUNTER) for sandbox in sandboxes]
+        readers = [asyncio.create_task(_output(process)) for process in processes[:20]]
+        running = asyncio.create_task(sandboxes[0].exec("sleep 8; echo still here", timeout_s=60))
+        await asyncio.sleep(1)
+        node.kill()
+        await asyncio.sleep(1)
+        node.start()
+        assert {sandbox.id for sandbox in sandboxes} == set(node.sandboxes())
+        assert await asyncio.gather(*readers) == [EXPECTED] * 20
+        assert await asyncio.gather(*(_output(process) for process in processes[20:40])) == [EXPECTED] * 20
+        ended = await asyncio.gather(*(process.wait(timeout_s=120) for process in processes))
+        assert {0} == {info.exit_code for info in ended}
+        assert (await running).stdout == b"still here\n"
+
+
+async def test_an_exec_sent_again_to_the_next_node_ran_once(make_node: Callable[[], NodeProcess]) -> None:
+    """The client sends its exec again after the node died; the process id makes it the same exec."""
+    node = make_node()
+    node.start()
+    async with barchan.connect_async(f"unix://{node.socket}") as client, await client.create("debian") as sandbox:
+        task = asyncio.create_task(sandbox.exec("echo ran >> /tmp/log; sleep 3; cat /tmp/log", timeout_s=30))
+        await asyncio.sleep(0.7)
+        node.kill()
+        node.start()
+        result = await task
+        assert (result.exit_code, result.stdout) == (0, b"ran\n")
+
+
+CLIENT = """
+import barchan, sys, time
+client = barchan.connect("unix://" + sys.argv[1])
+made = [client.create("debian", memory_mib=64) for _ in range(20)]
+for sandbox in made:
+    sandbox.start("sleep 1000 & sleep 1000")
+print("up", flush=True)
+time.sleep(1000)
+"""
+
+
+@contextmanager
+def _client(node: NodeProcess) -> Iterator[None]:
+    """A client process with 20 busy sandboxes; killed on leaving."""
+    with subprocess.Popen([sys.executable, "-c", CLIENT, str(node.socket)], stdout=subprocess.PIPE) as client:
+        try:
+            assert client.stdout is not None
+            assert client.stdout.readline() == b"up\n"
+            yield
+        finally:
+            client.kill()
+
+
+def test_a_killed_client_takes_its_sandboxes_with_it(make_node: Callable[[], NodeProcess]) -> None:
+    """The client's lease ends with its connection, after the grace time."""
+    node = make_node()
+    node.start()
+    with _client(node):
+        assert len(node.sandboxes()) == 20
+    assert node.wait_empty(30) == []
+
+
+def test_node_and_client_killed_leave_nothing(make_node: Callable[[], NodeProcess]) -> None:
+    """With nobody coming back, the supervisor removes processes, cgroups, mounts and files after its grace of 30 s."""
+    node = make_node()
+    node.start()
+    supervisor = node.watch.supervisor_pid()
+    assert supervisor is not None
+    with _client(node):
+        assert len(node.sandboxes()) == 20
+    node.kill()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{supervisor}").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert node.watch.settle(files=FILES | {"node.sock"}) == []
+    (node.state_dir / "node.sock").unlink()
+
+
+def test_a_killed_supervisor_takes_its_sandboxes_along_and_the_node_says_so(
+    make_node: Callable[[], NodeProcess],
+) -> None:
+    """Nothing is left running unseen: the guests die with their parent, and are reported as lost by the platform."""
+    node = make_node()
+    node.start()
+    with barchan.connect(f"unix://{node.socket}") as client:
+        sandbox = client.create("debian")
+        pid = sandbox.start("sleep 1000").info().pid
+        assert pid > 0
+        os.kill(node.watch.supervisor_pid(), signal.SIGKILL)
+        with pytest.raises(barchan.SandboxLost):
+            for _ in range(100):
+                sandbox.exec("true")
+                time.sleep(0.05)
+        with client.create("debian") as again:
+            assert again.exec("true").exit_code == 0
+
