@@ -12,8 +12,9 @@ TEXT = (".py", ".c", ".h", ".sh", ".md", ".toml", "")
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 # A folder of whoever checked this out, or a package host: true on one machine only.
 LOCAL = re.compile(
-    r"(?<![\w.])/(?:work/(?:main|shared|\.)|home/(?!agent\b)[a-z]|Users/|opt/(?:wheels|pypi))"
+    r"(?<![\w.])/(?:work/(?:main|shared|\.)|Users/|opt/(?:wheels|pypi))"
     r"|\b(?:pypi\.org|pythonhosted\.org|deb\.debian\.org|registry\.npmjs\.org)"
+    rf"|{re.escape(str(ROOT))}/\w"
 )
 # Only what a person starts reads the environment: everything else takes arguments.
 ENVIRONMENT_READERS = (PACKAGE / "cli", ROOT / "tests", ROOT / "scripts", ROOT / "hatch_build.py")
