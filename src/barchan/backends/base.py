@@ -79,7 +79,7 @@ class Backend(Protocol):
         Cancellation: What was half made is removed before the cancellation is seen.
         """
 
-    async def adopt(self, sandbox_id: str) -> Handle:
+    async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> Handle:
         """Take over a sandbox that an earlier node started."""
 
     async def found(self) -> list[str]:

@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from barchan.errors import (
@@ -146,8 +147,51 @@ class GuestProcess:
             reader.lost(error)
 
 
-class GuestConnection(asyncio.Protocol):
-    """Frames to and from one init. A lost connection proves nothing: `reconnect` takes a new one and goes on."""
+class _Link(asyncio.Protocol):
+    """One socket of a `GuestConnection`; what comes over a replaced one is ignored."""
+
+    def __init__(self, owner: "GuestConnection") -> None:
+        self._owner = owner
+        self._frames = wire.FrameReader()
+        self.transport: asyncio.Transport | None = None
+        self.greeted: asyncio.Future[None] = owner.loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._owner.link is not self:
+            return
+        try:
+            for frame in self._frames.feed(data):
+                if frame.tag == wire.HELLO_TAG:
+                    self._greet(frame)
+                else:
+                    self._owner.take(frame)
+        except RemoteProtocolError as error:
+            self._owner.guest_gone(error)
+
+    def _greet(self, frame: wire.Frame) -> None:
+        if self.greeted.done():
+            raise RemoteProtocolError("a guest greeted twice")
+        if frame.kind == wire.ERROR or wire.decode_hello(frame.body) != wire.VERSION:
+            self.greeted.set_exception(BackendError("the guest init speaks another protocol version"))
+        else:
+            self.greeted.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.greeted.done():
+            self.greeted.set_exception(ConnectionLost("the guest init closed the connection"))
+            self.greeted.exception()
+        if self._owner.link is self:
+            self._owner.link_lost()
+
+
+class GuestConnection:
+    """Frames to and from one init. A lost connection proves nothing: `reconnect` takes a new one and goes on.
+
+    `on_lost` is called when the connection goes without anybody having asked for it.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -158,9 +202,8 @@ class GuestConnection(asyncio.Protocol):
         self._tags = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.Frame]] = {}
         self._starting: dict[int, tuple[str, Reader | None]] = {}
-        self._transport: asyncio.Transport | None = None
-        self._reader = wire.FrameReader()
-        self._greeted: asyncio.Future[None] = self.loop.create_future()
+        self.link: _Link | None = None
+        self.on_lost: Callable[[], None] | None = None
         self._gone: Exception | None = None
 
     @classmethod
@@ -172,47 +215,42 @@ class GuestConnection(asyncio.Protocol):
 
     async def reconnect(self, sock: socket.socket) -> None:
         """Go on over a new socket: every followed process is followed again from where its readers are."""
-        old, self._transport = self._transport, None
-        if old is not None:
-            old.abort()
-        self._reader = wire.FrameReader()
-        self._greeted = self.loop.create_future()
-        await self.loop.create_unix_connection(lambda: self, sock=sock)
+        self._drop_link()
+        self._fail_waiting(ConnectionLost("the connection to the guest init was replaced"))
+        self.link = link = _Link(self)
+        await self.loop.create_unix_connection(lambda: link, sock=sock)
         async with asyncio.timeout(REPLY_TIMEOUT_S):
-            await self._greeted
+            await link.greeted
         for process in list(self.processes.values()):
             if process.readers:
                 await process.follow_again()
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        """Let go of the guest, which lives on."""
+        self._drop_link()
+
+    def _drop_link(self) -> None:
+        link, self.link = self.link, None
+        if link is not None and link.transport is not None:
+            link.transport.abort()
 
     def guest_gone(self, error: Exception) -> None:
         """The guest itself has ended: everyone who waits for it is told."""
+        if self._gone is not None:
+            return
         self._gone = error
-        self.close()
+        self._drop_link()
         self._fail_waiting(error)
         for process in list(self.processes.values()):
             process.take_loss(error)
         self.processes.clear()
 
-    # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for frame in self._reader.feed(data):
-                self._take(frame)
-        except RemoteProtocolError as error:
-            self.guest_gone(error)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self._greeted.done():
-            self._greeted.set_exception(ConnectionLost("the guest init closed the connection"))
+    def link_lost(self) -> None:
+        """The socket in use is gone; requests under way have no answer."""
+        self.link = None
         self._fail_waiting(self._gone or ConnectionLost("the connection to the guest init was lost"))
+        if self._gone is None and self.on_lost is not None:
+            self.on_lost()
 
     def _fail_waiting(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -221,7 +259,8 @@ class GuestConnection(asyncio.Protocol):
             if not future.done():
                 future.set_exception(error)
 
-    def _take(self, frame: wire.Frame) -> None:
+    def take(self, frame: wire.Frame) -> None:
+        """One frame from the init."""
         if frame.tag:
             self._take_reply(frame)
             return
@@ -238,13 +277,6 @@ class GuestConnection(asyncio.Protocol):
             self._retire(process)
 
     def _take_reply(self, frame: wire.Frame) -> None:
-        if frame.tag == wire.HELLO_TAG:
-            if not self._greeted.done():
-                if frame.kind == wire.ERROR or wire.decode_hello(frame.body) != wire.VERSION:
-                    self._greeted.set_exception(BackendError("the guest init speaks another protocol version"))
-                else:
-                    self._greeted.set_result(None)
-            return
         starting = self._starting.pop(frame.tag, None)
         if starting is not None and frame.kind != wire.ERROR:
             self._register(starting[0], wire.decode_started(frame.body), starting[1])
@@ -281,9 +313,9 @@ class GuestConnection(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         if self._gone is not None:
             raise self._gone
-        if self._transport is None or self._transport.is_closing():
+        if self.link is None or self.link.transport is None or self.link.transport.is_closing():
             raise ConnectionLost("there is no connection to the guest init now")
-        self._transport.write(data)
+        self.link.transport.write(data)
 
     async def request(self, make: "RequestMaker", *, timeout_s: float = REPLY_TIMEOUT_S) -> wire.Frame:
         """Send one request and return its reply.

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from barchan.errors import RequirementMissing
 from barchan.model.sandbox import Phase, SandboxSpec
 
 _SCHEMA = """
@@ -22,7 +23,7 @@ CREATE TABLE IF NOT EXISTS lease (id TEXT PRIMARY KEY, grace_s REAL NOT NULL) WI
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 ENDED_KEPT_S = 3600.0
-VERSION = "1"
+FORMAT = "1"
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -46,6 +47,12 @@ class Journal:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=OFF")
         self._db.executescript(_SCHEMA)
+        found = self.meta("format", FORMAT)
+        if found != FORMAT:
+            raise RequirementMissing(
+                f"{path} was written by another release (format {found}, this one has {FORMAT}): "
+                "end its sandboxes with that release, or use another state directory"
+            )
 
     def close(self) -> None:
         self._db.close()

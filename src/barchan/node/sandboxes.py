@@ -10,6 +10,7 @@ from typing import Any
 from barchan import backends
 from barchan.backends.base import Backend, Ended, Handle
 from barchan.core.admission import Limits
+from barchan.core.egress import parse_allow
 from barchan.core.lifecycle import Fact, next_phase
 from barchan.errors import (
     BackendError,
@@ -127,7 +128,7 @@ class Sandboxes:
 
     async def _adopt(self, backend: Backend, row: Row) -> None:
         try:
-            handle = await backend.adopt(row.sandbox_id)
+            handle = await backend.adopt(row.sandbox_id, row.spec)
             template = self.images.resolve(row.template_digest)
         except (BarchanError, OSError) as error:
             self.journal.end(row.sandbox_id, "lost", f"node_lost: {error}")
@@ -225,6 +226,7 @@ class Sandboxes:
             )
         if spec.detach and spec.ttl_s is None and spec.idle_timeout_s is None:
             raise InvalidSpec("a detached sandbox needs ttl_s or idle_timeout_s, or nothing would ever end it")
+        parse_allow(spec.allow_hosts)
         if (spec.network == "allow") != bool(spec.allow_hosts):
             raise InvalidSpec('allow_hosts goes with network="allow", and network="allow" needs at least one host')
 

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -40,6 +41,7 @@ PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
 SECCOMP_RET_ALLOW = 0x7FFF0000
 LOOP_CTL_GET_FREE = 0x4C82
 IDS, FIRST_ID = 65536, 200_000
+OPEN_FILES = 8192  # a sandbox takes a handful in the node and in the supervisor
 
 # A file system of one compressible file, `probe`: mkfs.erofs -T946684800 -U 0... -x-1 -zlz4hc of 1024 times "barchan ".
 EROFS_CONTENT = b"barchan " * 1024
@@ -226,6 +228,10 @@ def try_unix_sockets(_: Place) -> None:
         raise OSError(errno.EIO, "SO_PEERCRED names another process")
 
 
+def try_open_files(_: Place) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
+
+
 ATTEMPTS: dict[str, Attempt] = {
     "user": try_user_namespace,
     "ids": try_id_range,
@@ -239,6 +245,7 @@ ATTEMPTS: dict[str, Attempt] = {
     "seccomp": try_seccomp,
     "pidfd": try_pidfd,
     "unix_sockets": try_unix_sockets,
+    "open_files": try_open_files,
 }
 
 

@@ -12,7 +12,15 @@ from barchan.backends.container import probe
 from barchan.backends.container.cgroup import Counters
 from barchan.backends.container.supervisor import Answer, SupervisorClient
 from barchan.backends.guest import GuestConnection, init_died
-from barchan.errors import BackendError, BootFailed, NotFound, RequirementMissing
+from barchan.errors import (
+    BackendError,
+    BarchanError,
+    BootFailed,
+    ConnectionLost,
+    InitDied,
+    NotFound,
+    RequirementMissing,
+)
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
 from barchan.model.node import Requirement
@@ -42,6 +50,20 @@ class ContainerHandle:
         self._counters = counters
         self._platform = asyncio.Lock()
         self._has_platform = False
+        self._recovering: asyncio.Task[None] | None = None
+        guest.on_lost = self._recover
+
+    def _recover(self) -> None:
+        self._recovering = asyncio.get_running_loop().create_task(self._reattach())
+
+    async def _reattach(self) -> None:
+        """The connection went, though the guest did not: take another one from the supervisor."""
+        try:
+            await self.guest.reconnect(
+                self._backend.take_socket(await self._backend.request("attach", id=self.sandbox_id))
+            )
+        except (BarchanError, OSError, TimeoutError) as error:
+            self.guest.guest_gone(InitDied(f"the init of {self.sandbox_id} can't be reached any more: {error}"))
 
     async def destroy(self) -> None:
         self.guest.close()
@@ -55,6 +77,8 @@ class ContainerHandle:
 
     def release(self) -> None:
         """Close the descriptors; the sandbox lives on."""
+        if self._recovering is not None:
+            self._recovering.cancel()
         if self.listener is not None:
             self.listener.close()
             self.listener = None
@@ -174,36 +198,30 @@ class ContainerBackend:
             return  # the supervisor removed it
         await self.discard(sandbox_id)
 
-    async def adopt(self, sandbox_id: str) -> ContainerHandle:
-        answer = await self.request("attach", id=sandbox_id)
-        return await self._take(sandbox_id, answer, answer.message.get("network", ""))
+    async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> ContainerHandle:
+        return await self._take(sandbox_id, await self.request("attach", id=sandbox_id), spec.network)
 
     async def _take(self, sandbox_id: str, answer: Answer, network: str) -> ContainerHandle:
         """Make a handle of the supervisor's answer: connection, pidfd and, for a network, a third descriptor."""
-        sock = self.take_socket(answer)
-        os.close(answer.fds.pop(0))  # the pidfd: the supervisor watches the init for us
+        sock, network_fd = _take_fds(answer)
         try:
             guest = await GuestConnection.open(sock)
-        except (OSError, TimeoutError) as error:
-            answer.close()
+        except (OSError, TimeoutError, ConnectionLost) as error:
+            if network_fd is not None:
+                os.close(network_fd)
             raise BootFailed(f"the init of {sandbox_id} does not answer: {error}") from error
         handle = ContainerHandle(self, sandbox_id, guest, Counters(self._name, sandbox_id, self._cgroup))
-        if answer.fds:
-            fd = answer.fds.pop(0)
-            if network == "open":
-                handle.netns = fd
-            else:
-                handle.listener = socket.socket(fileno=fd)
-        answer.close()
+        if network_fd is not None and network == "open":
+            handle.netns = network_fd
+        elif network_fd is not None:
+            handle.listener = socket.socket(fileno=network_fd)
         self._handles[sandbox_id] = handle
         return handle
 
     @staticmethod
     def take_socket(answer: Answer) -> socket.socket:
-        if not answer.fds:
-            raise BackendError("the supervisor sent no connection")
-        sock = socket.socket(fileno=answer.fds.pop(0))
-        sock.setblocking(False)
+        """The connection of an answer, whose other descriptors are closed."""
+        sock, _ = _take_fds(answer)
         return sock
 
     async def _mount(self, digest: str, kind: str, path: Path) -> None:
@@ -256,3 +274,14 @@ class ContainerBackend:
     async def shutdown(self) -> None:
         (await self.request("shutdown")).close()
         await self.close()
+
+
+def _take_fds(answer: Answer) -> tuple[socket.socket, int | None]:
+    """The connection to the init and the network's descriptor, if there is one; the supervisor minds the pidfd."""
+    if not answer.fds:
+        raise BackendError("the supervisor sent no connection")
+    sock = socket.socket(fileno=answer.fds.pop(0))
+    sock.setblocking(False)
+    network_fd = answer.fds.pop() if len(answer.fds) > 1 else None
+    answer.close()
+    return sock, network_fd
