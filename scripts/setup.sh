@@ -11,7 +11,8 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 # What is needed, and the Debian package that brings it.
 missing_packages() {
 	local pair
-	for pair in gcc:gcc make:make mkfs.btrfs:btrfs-progs mkfs.erofs:erofs-utils mmdebstrap:mmdebstrap "$@"; do
+	for pair in gcc:gcc make:make mkfs.btrfs:btrfs-progs mkfs.erofs:erofs-utils mmdebstrap:mmdebstrap \
+		slirp4netns:slirp4netns ip:iproute2 losetup:mount curl:curl openssl:openssl "$@"; do
 		command -v "${pair%%:*}" >/dev/null || echo "${pair##*:}"
 	done
 	if command -v gcc >/dev/null && [ "$(gcc -print-file-name=libc.a)" = libc.a ]; then echo libc6-dev; fi

@@ -1,9 +1,10 @@
 """What all suites share: host requirements that skip by name, and a node of the suite's own that must leave nothing."""
 
 import functools
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from barchan.errors import NotFound
 from barchan.image.store import ImageStore
 from barchan.sdk.endpoint import default_state_dir
 from tests.nodes import NodeProcess
-from tests.requirements import PROBES, must_run
+from tests.requirements import ONE_OF, PROBES, must_run
 
 
 @functools.cache
@@ -30,6 +31,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 if name in must_run():
                     pytest.fail(f"requirement {name} must be met here: {reason}", pytrace=False)
                 pytest.skip(f"{name}: {reason}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI, where everything is installed, no test may skip for any other reason either."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("CI"):
+        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        if not reason.startswith(tuple(f"Skipped: {name}:" for name in ONE_OF)):
+            report.outcome = "failed"
+            report.longrepr = f"in CI no test may skip. {reason}"
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,12 @@ def _tool(name: str, package: str) -> Callable[[], str]:
     return lambda: "" if shutil.which(name) else f"no {name} (Debian package {package})"
 
 
+def _slirp4netns() -> str:
+    if missing := _tool("slirp4netns", "slirp4netns")():
+        return missing
+    return "" if Path("/dev/net/tun").exists() else "no /dev/net/tun"
+
+
 def _static_libc() -> str:
     if missing := _tool("gcc", "gcc")() or _tool("make", "make")():
         return missing
@@ -65,6 +71,10 @@ PROBES: dict[str, Callable[[], str]] = {
     "mmdebstrap": _tool("mmdebstrap", "mmdebstrap"),
     "mkfs.erofs": _tool("mkfs.erofs", "erofs-utils"),
     "mkfs.btrfs": _tool("mkfs.btrfs", "btrfs-progs"),
+    "curl": _tool("curl", "curl"),
+    "openssl": _tool("openssl", "openssl"),
+    "slirp4netns": _tool("slirp4netns", "slirp4netns"),
+    "ip": _tool("ip", "iproute2"),
 }
 
 
