@@ -260,18 +260,10 @@ _Noreturn static void exec_program(char **argv, char **env)
 	     error == ENOENT ? "not found" : strerror(error));
 }
 
-static void close_all_but_stdio(void)
-{
-	if (close_range(3, ~0u, 0) == 0)
-		return;
-	for (rlim_t fd = 3; fd < settings.nofile.rlim_max; fd++)
-		close((int)fd);
-}
-
 /* The helper still holds a copy of the init's memory, other users' output included: nobody may look into it. */
 _Noreturn static void run_applet(uint32_t argc, char **argv, const char *cwd)
 {
-	close_all_but_stdio();
+	close_between(3, ~0u);
 	if (prctl(PR_SET_DUMPABLE, 0) != 0)
 		fail(EXIT_CANNOT, "cannot protect memory: %s", strerror(errno));
 	unblock_signals();

@@ -34,7 +34,7 @@ static void out_entry(int dir, const char *path, const char *name, const struct 
 	at = put_u32(at, st->st_uid);
 	at = put_u32(at, st->st_gid);
 	at = put_u64(at, (uint64_t)st->st_size);
-	at = put_u64(at, (uint64_t)(st->st_mtim.tv_sec * 1000 + st->st_mtim.tv_nsec / 1000000));
+	at = put_u64(at, (uint64_t)(st->st_mtim.tv_sec * 1000000000 + st->st_mtim.tv_nsec));
 	put_u32(at, name_len);
 	out_bytes(fixed, sizeof fixed);
 	out_bytes(name, name_len);

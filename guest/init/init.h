@@ -145,6 +145,7 @@ int loop_add(struct source *source, uint32_t events);
 void loop_set(struct source *source, uint32_t events);
 void loop_remove(struct source *source);
 void loop_close(struct source *source);
+void close_between(unsigned first, unsigned last);
 
 /* conn.c */
 void conn_open(int listen_fd);

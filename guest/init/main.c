@@ -125,6 +125,24 @@ _Noreturn static void loop(void)
 	}
 }
 
+void close_between(unsigned first, unsigned last)
+{
+	if (first > last || close_range(first, last, 0) == 0)
+		return;
+	for (rlim_t fd = first; fd <= last && fd < settings.nofile.rlim_max; fd++)
+		close((int)fd);
+}
+
+/* Whatever else the starter left open must not reach a guest. */
+static void close_strangers(unsigned a, unsigned b)
+{
+	unsigned low = a < b ? a : b, high = a < b ? b : a;
+
+	close_between(3, low - 1);
+	close_between(low + 1, high - 1);
+	close_between(high + 1, ~0u);
+}
+
 /* Out of the way of the numbers that children get, and closed on exec. */
 static int adopt_fd(const char *text)
 {
@@ -196,6 +214,20 @@ static void drop_capabilities(void)
 		die("capset");
 }
 
+/* Nobody in the guest may look into us, nor write what belongs to us in /proc. The kernel gives the /proc files of a
+ * process that can't be dumped to root of the user namespace that may read its program. Where that is the guest's root it
+ * could, as their owner, make us the first victim of an out-of-memory kill: then it is safer to stay dumpable, since our
+ * files are our own user's, whom no guest process can become. (A program file that our user may not read avoids this.) */
+static void guard_memory(void)
+{
+	struct stat st;
+
+	if (prctl(PR_SET_DUMPABLE, 0) != 0)
+		die("PR_SET_DUMPABLE");
+	if (settings.uid != 0 && fstatat(settings.proc, "self/stat", &st, 0) == 0 && st.st_uid == 0)
+		prctl(PR_SET_DUMPABLE, 1);
+}
+
 static void harden(void)
 {
 	struct rlimit nofile;
@@ -203,14 +235,11 @@ static void harden(void)
 	settings.uid = getuid();
 	settings.gid = getgid();
 	umask(022);
-	if (getrlimit(RLIMIT_NOFILE, &settings.nofile) != 0)
-		die("getrlimit");
 	nofile = settings.nofile;
 	nofile.rlim_cur = nofile.rlim_max;
 	setrlimit(RLIMIT_NOFILE, &nofile);
 	drop_capabilities();
-	if (prctl(PR_SET_DUMPABLE, 0) != 0)
-		die("PR_SET_DUMPABLE");
+	guard_memory();
 	if (getppid() == 0 && prctl(PR_SET_PDEATHSIG, SIGKILL) != 0)
 		die("PR_SET_PDEATHSIG");
 	if (getrandom(settings.key, sizeof settings.key, 0) != sizeof settings.key)
@@ -236,6 +265,9 @@ int main(int argc, char **argv)
 	}
 	if (fcntl(listen_fd, F_SETFL, O_NONBLOCK) != 0)
 		die("listening socket");
+	if (getrlimit(RLIMIT_NOFILE, &settings.nofile) != 0)
+		die("getrlimit");
+	close_strangers((unsigned)listen_fd, (unsigned)settings.spool_dir);
 	epoll_fd = epoll_create1(EPOLL_CLOEXEC);
 	if (epoll_fd < 0)
 		die("epoll_create1");

@@ -159,29 +159,33 @@ void process_follow(struct process *process, const uint64_t offsets[2])
 
 enum push { PUSH_NOTHING, PUSH_SENT, PUSH_NO_ROOM };
 
+static bool is_final(const struct stream *stream)
+{
+	const struct process *process = stream->source.owner;
+
+	return stream->eof || (process->exited && !process->exit_sent);
+}
+
 static enum push push_output(struct stream *stream)
 {
 	struct spool *spool = &stream->spool;
-	uint64_t limit;
-	uint32_t len;
+	uint64_t offset = max_u64(stream->pushed, spool->tail), lost = offset - stream->pushed;
+	/* Lost bytes can't be acknowledged: the window moves over them. */
+	uint64_t window = stream->window + lost, limit = min_u64(spool->head, window + OUTPUT_WINDOW_BYTES);
+	uint32_t len = limit > offset ? (uint32_t)min_u64(limit - offset, PUSH_MAX) : 0;
 	uint8_t *at;
 
-	if (stream->pushed < spool->tail) {
-		/* Lost bytes can't be acknowledged: the window moves over them. */
-		stream->window += spool->tail - stream->pushed;
-		stream->pushed = spool->tail;
-	}
-	limit = min_u64(spool->head, stream->window + OUTPUT_WINDOW_BYTES);
-	if (stream->pushed >= limit)
+	/* When the last bytes are among the lost, an empty frame tells how far they went. */
+	if (len == 0 && (lost == 0 || offset < spool->head || !is_final(stream)))
 		return PUSH_NOTHING;
-	len = (uint32_t)min_u64(limit - stream->pushed, PUSH_MAX);
-	at = output_begin(stream, stream->pushed, len);
+	at = output_begin(stream, offset, len);
 	if (at == NULL)
 		return PUSH_NO_ROOM;
-	if (!spool_read(spool, stream->pushed, at, len))
-		return PUSH_SENT;	/* the frame is not finished; what could not be read shows as a gap */
+	if (!spool_read(spool, offset, at, len))
+		return PUSH_SENT;	/* dropped by this, and told by the next turn; the frame is not finished */
 	frame_end(at + len, true);
-	stream->pushed += len;
+	stream->window = window;
+	stream->pushed = offset + len;
 	return PUSH_SENT;
 }
 

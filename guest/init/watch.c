@@ -15,6 +15,7 @@ static const uint32_t watch_mask = IN_CREATE | IN_MODIFY | IN_DELETE | IN_MOVED_
 				   IN_ONLYDIR | IN_EXCL_UNLINK;
 
 static int inotify = -1;
+static const char *top;	/* not our working directory: that would keep a removed directory alive, and untold */
 static bool recursive;
 static char **paths;	/* of each watch descriptor, relative; "" is the directory itself */
 static size_t paths_size;
@@ -80,12 +81,14 @@ static void add_entry(int dir, const char *name, unsigned char type, void *conte
  * watch did; something may be told twice, but nothing is missed. */
 static void add_tree(const char *path, bool announce)
 {
-	const char *where = *path ? path : ".";
-	int wd = inotify_add_watch(inotify, where, watch_mask | (*path ? IN_DONT_FOLLOW : 0u));
 	struct walk walk = {path, announce};
+	char where[PATH_BYTES];
+	int wd;
 
+	join(where, top, path);
+	wd = inotify_add_watch(inotify, where, watch_mask | (*path ? IN_DONT_FOLLOW : 0u));
 	if (wd < 0 && *path == 0)
-		applet_fail(errno, "watch");
+		applet_fail(errno, "%s", top);
 	if (wd < 0 || !remember(wd, path)) {
 		if (wd >= 0)
 			inotify_rm_watch(inotify, wd);
@@ -95,7 +98,7 @@ static void add_tree(const char *path, bool announce)
 	}
 	if (!recursive && !announce)
 		return;
-	CLEANUP_FD int fd = open_dir(AT_FDCWD, where);
+	CLEANUP_FD int fd = open(where, O_RDONLY | O_DIRECTORY | O_NONBLOCK | O_CLOEXEC);
 	if (fd >= 0)
 		each_entry(fd, add_entry, &walk);
 }
@@ -153,8 +156,7 @@ void op_watch(char **argv)
 	inotify = inotify_init1(IN_CLOEXEC);
 	if (inotify < 0)
 		applet_fail(errno, "inotify");
-	if (chdir(argv[0]) != 0)
-		applet_fail(errno, "%s", argv[0]);
+	top = argv[0];
 	add_tree("", false);
 	record('r', "");
 	out_flush();
