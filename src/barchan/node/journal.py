@@ -11,11 +11,12 @@ import msgspec
 from msgspec import Struct
 
 from barchan.errors import RequirementMissing
+from barchan.image.template import Template
 from barchan.model.sandbox import Phase, SandboxSpec
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sandbox (
-    id TEXT PRIMARY KEY, create_id TEXT UNIQUE, spec BLOB NOT NULL, template_digest TEXT NOT NULL, phase TEXT NOT NULL,
+    id TEXT PRIMARY KEY, create_id TEXT UNIQUE, spec BLOB NOT NULL, template BLOB NOT NULL, phase TEXT NOT NULL,
     created_unix_s REAL NOT NULL, create_ms REAL NOT NULL DEFAULT 0, ended_unix_s REAL, end_cause TEXT
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS sandbox_ended ON sandbox (ended_unix_s) WHERE ended_unix_s IS NOT NULL;
@@ -31,7 +32,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
     sandbox_id: str
     spec: SandboxSpec
-    template_digest: str
+    template: Template
     phase: Phase
     created_unix_s: float
     create_ms: float
@@ -63,12 +64,12 @@ class Journal:
         (value,) = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return str(value)
 
-    def begin(self, sandbox_id: str, spec: SandboxSpec, template_digest: str) -> None:
+    def begin(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> None:
         """Before anything is made: so that a sandbox that comes to be is always known."""
         self._db.execute(
-            "INSERT INTO sandbox (id, create_id, spec, template_digest, phase, created_unix_s) "
+            "INSERT INTO sandbox (id, create_id, spec, template, phase, created_unix_s) "
             "VALUES (?, ?, ?, ?, 'booting', ?)",
-            (sandbox_id, spec.create_id, msgspec.json.encode(spec), template_digest, time.time()),
+            (sandbox_id, spec.create_id, msgspec.json.encode(spec), msgspec.json.encode(template), time.time()),
         )
 
     def ready(self, sandbox_id: str, create_ms: float) -> None:
@@ -108,14 +109,14 @@ class Journal:
 
     def _rows(self, where: str, *values: str) -> list[Row]:
         query = (
-            "SELECT id, spec, template_digest, phase, created_unix_s, create_ms, ended_unix_s, end_cause FROM sandbox "
+            "SELECT id, spec, template, phase, created_unix_s, create_ms, ended_unix_s, end_cause FROM sandbox "
             + where
         )
         return [
             Row(
                 sandbox_id=found[0],
                 spec=msgspec.json.decode(found[1], type=SandboxSpec),
-                template_digest=found[2],
+                template=msgspec.json.decode(found[2], type=Template),
                 phase=found[3],
                 created_unix_s=found[4],
                 create_ms=found[5],

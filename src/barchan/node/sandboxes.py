@@ -129,12 +129,11 @@ class Sandboxes:
     async def _adopt(self, backend: Backend, row: Row) -> None:
         try:
             handle = await backend.adopt(row.sandbox_id, row.spec)
-            template = self.images.resolve(row.template_digest)
         except (BarchanError, OSError) as error:
             self.journal.end(row.sandbox_id, "lost", f"node_lost: {error}")
             await backend.discard(row.sandbox_id)
             return
-        live = Live(row.sandbox_id, row.spec, template, row.created_unix_s)
+        live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
         live.equip(handle)
         live.create_ms = row.create_ms
         self.live[live.sandbox_id] = live
@@ -238,7 +237,7 @@ class Sandboxes:
             async with self.admission.slot(running - self.admission.starting):
                 self.live[live.sandbox_id] = live
                 backend = await self.backend(live.spec.backend)
-                self.journal.begin(live.sandbox_id, live.spec, live.template.digest)
+                self.journal.begin(live.sandbox_id, live.spec, live.template)
                 live.equip(await backend.create(live.sandbox_id, live.spec, live.template))
                 await self._finish_boot(live)
                 live.create_ms = (time.monotonic() - began) * 1e3
@@ -323,8 +322,8 @@ class Sandboxes:
             sandbox_id=sandbox_id,
             node_id=self.node_id,
             phase=row.phase,
-            template=row.spec.template,
-            template_digest=row.template_digest,
+            template=row.template.name,
+            template_digest=row.template.digest,
             spec=row.spec,
             created_unix_s=row.created_unix_s,
             age_s=(row.ended_unix_s or time.time()) - row.created_unix_s,
