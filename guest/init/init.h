@@ -64,7 +64,6 @@ struct stream {
 	uint64_t window;	/* the follower holds everything before it */
 	uint64_t pushed;
 	uint64_t exit_end;
-	bool absent;		/* stderr of a pty or of MERGE */
 	bool tty;
 	bool block;
 	bool paused;		/* BLOCK and full: not read until an ACK makes room */

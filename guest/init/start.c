@@ -100,7 +100,7 @@ static int set_up_pty(struct process *process, struct launch *launch)
 	struct stream *out = &process->out[0];
 	int keyboard;
 
-	process->out[1].absent = process->out[1].eof = true;
+	process->out[1].eof = true;
 	out->tty = true;
 	out->source.fd = open_pty(launch->request);
 	if (out->source.fd < 0)
@@ -128,7 +128,7 @@ static int set_up_pipes(struct process *process, struct launch *launch)
 	process->out[0].source.fd = fds[0];
 	launch->out = fds[1];
 	if (start->flags & START_MERGE) {
-		process->out[1].absent = process->out[1].eof = true;
+		process->out[1].eof = true;
 	} else {
 		if (make_pipe(fds, 0) != 0)
 			return errno;

@@ -193,7 +193,7 @@ static bool push_end(struct stream *stream)
 {
 	uint8_t *at;
 
-	if (stream->absent || stream->end_sent || !stream->eof || stream->pushed < stream->spool.head)
+	if (stream->end_sent || !stream->eof || stream->pushed < stream->spool.head)
 		return true;
 	if (!conn_has_output_room(13))
 		return false;
