@@ -21,6 +21,7 @@ class Background:
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._pid = 0
+        self._has_stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         # Loops of parents, kept for ever: collecting one would touch the epoll instance it shares with the parent.
@@ -37,6 +38,8 @@ class Background:
             return self._loop
 
     def _start(self) -> None:
+        if self._has_stopped:
+            raise LocalProtocolError("the interpreter is ending")
         if self._loop is not None:
             self._inherited.append(self._loop)
         loop = asyncio.new_event_loop()
@@ -49,7 +52,8 @@ class Background:
         self._guard = threading.Lock()
 
     def stop(self) -> None:
-        """End the loop: its tasks are cancelled and their cleanup is waited for, up to 5 s."""
+        """End the loop for good: its tasks are cancelled and their cleanup is waited for, up to 5 s."""
+        self._has_stopped = True
         if self._loop is None or self._thread is None or self._pid != os.getpid():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -78,7 +82,8 @@ class Background:
             while (item := self.run(_next(generator))) is not None:
                 yield item[0]
         finally:
-            self.run(_close(generator))
+            if not self._has_stopped:  # the loop closes its generators when it ends
+                self.run(_close(generator))
 
     async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine that has to run on this loop, from any loop. Cancelling waits for its cleanup."""

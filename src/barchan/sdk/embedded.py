@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from barchan.errors import BackendError, ConnectTimeout, Denied, InvalidSpec
+from barchan.errors import BackendError, Conflict, ConnectTimeout, Denied, InvalidSpec
 from barchan.sdk.endpoint import SOCKET_NAME
 from barchan.wire.api import JSON, error_from_body
 
 START_TIMEOUT_S = 30.0
 _LOCK_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.02
+_CONFLICT_POLL_S = 0.1
 _REPORT_BYTES_MAX = 64 << 10
 _LOG_TAIL_BYTES = 800
 # The shell starts the node in the background and ends: the node is then nobody's child, and no client has to reap it.
@@ -37,8 +38,7 @@ def ensure_node(state_dir: str) -> None:
             return
         Path(state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         with _start_lock(state_dir):
-            if not _listens(state_dir):
-                _start(state_dir)
+            _start_unless_listening(state_dir)
     except PermissionError as error:
         raise Denied(f"no access to the state directory {state_dir}: {error.strerror}") from error
     except OSError as error:
@@ -77,6 +77,18 @@ def _start_lock(state_dir: str) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _start_unless_listening(state_dir: str) -> None:
+    """A node that is ending no longer listens but still holds the directory: the next one has to wait for that."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not _listens(state_dir):
+        try:
+            _start(state_dir)
+        except Conflict:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_CONFLICT_POLL_S)
 
 
 def _start(state_dir: str) -> None:

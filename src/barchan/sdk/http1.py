@@ -135,7 +135,7 @@ class Pool:
         self._idle_max = idle_max
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
-        host = "node" if endpoint.unix_path is not None else "{}:{}".format(*endpoint.host_port)
+        host = "node" if endpoint.unix_path is not None else (endpoint.url or "").partition("//")[2]
         authorization = f"Authorization: Bearer {token}\r\n" if token is not None else ""
         self._headers = f" HTTP/1.1\r\nHost: {host}\r\nAccept: {MSGPACK}\r\n{authorization}".encode()
 

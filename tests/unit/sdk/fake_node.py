@@ -25,6 +25,7 @@ from barchan.model.node import Killed, LeaseInfo, LeaseRequest, NodeInfo
 from barchan.model.sandbox import (
     ExecRequest,
     ExecResult,
+    FileChange,
     OutputChunk,
     ProcessInfo,
     SandboxInfo,
@@ -169,6 +170,7 @@ class FakeNode:
         self.processes: dict[tuple[str, str], FakeProcess] = {}
         self.output_cut_bytes: int | None = None
         self.files: dict[str, bytes] = {}
+        self.watches: list[list[str]] = []
         self._thread: threading.Thread | None = None
         self._up = threading.Event()
         self._starting: asyncio.Lock
@@ -416,6 +418,18 @@ class FakeNode:
         asked = msgspec.msgpack.decode(await request.read(), type=ResizeRequest)
         self._process(request).resize(asked.rows, asked.cols)
         return Empty()
+
+    async def on_file_watch(self, request: web.Request) -> web.StreamResponse:
+        """Tells the changes of the next entry of `watches`, and breaks off, or ends if there is no other entry."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for name in self.watches.pop(0):
+            await response.write(record(FileChange(kind="created", path=name)))
+        if self.watches:
+            await response.write(b"\x01")
+            assert request.transport is not None
+            request.transport.abort()
+        return response
 
     async def on_file_write(self, request: web.Request) -> Empty:
         self.files[request.query["path"]] = await request.read()

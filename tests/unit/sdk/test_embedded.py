@@ -122,6 +122,22 @@ def test_what_the_node_says_is_raised(stand_in: Path, state_dir: Path) -> None:
         ensure_node(str(state_dir))
 
 
+def test_a_node_that_is_still_ending_is_waited_for(stand_in: Path, state_dir: Path) -> None:
+    """The old node no longer listens but holds the directory: starting is tried until it has let go."""
+    conflict = b'{"code":"conflict","message":"another node runs"}'
+    stand_in.write_text(
+        STAND_IN
+        % f"""
+if len(open(state_dir + "/started").readlines()) < 3:
+    os.write(ready, {conflict!r} + b"\\n")
+    sys.exit(1)
+"""
+        + SERVE
+    )
+    ensure_node(str(state_dir))
+    assert len(pids(state_dir)) == 3
+
+
 def test_a_node_that_never_gets_ready_is_given_up(
     stand_in: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -229,6 +229,25 @@ async def test_a_full_queue_of_connections_is_waited_for(tmp_path: Path) -> None
     await ended(server)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_tcp_works_like_a_unix_socket(host: str) -> None:
+    """An http:// address is reached over TCP, with the Host header that HTTP wants."""
+    heads: list[bytes] = []
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(SIZED)
+
+    server = await asyncio.start_server(closing(peer), host.strip("[]"), 0)
+    port = server.sockets[0].getsockname()[1]
+    pool = Pool(endpoint_of(f"http://{host}:{port}/", None), "token-1")
+    assert await get(pool) == b"hello world"
+    assert heads[0].startswith(f"GET /x HTTP/1.1\r\nHost: {host}:{port}\r\n".encode())
+    assert b"\r\nAuthorization: Bearer token-1\r\n" in heads[0]
+    await pool.close()
+    await ended(server)
+
+
 def of_pieces(*pieces: bytes) -> Response:
     class Pieces:
         async def pieces(self, quiet_s: float | None) -> AsyncIterator[bytes]:

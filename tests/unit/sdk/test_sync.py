@@ -215,8 +215,13 @@ def test_an_interrupt_cancels_the_call_and_waits_for_its_cleanup(node: FakeNode)
 def test_a_program_that_forgets_to_close_ends_quietly(node: FakeNode) -> None:
     """Without close() the interpreter ends in time, without a warning, and the lease's connection ends with it."""
     started = time.monotonic()
-    code = f"import barchan; c = barchan.connect({node.url!r}); c.create('debian'); print('x')"
-    assert run_python(code) == "x\n"
+    code = textwrap.dedent(f"""
+        import barchan
+        client = barchan.connect({node.url!r})
+        pieces = client.create("debian").start("echo x; sleep 300").output()
+        print(next(pieces)[2])
+    """)
+    assert run_python(code) == "b'x\\n'\n"
     assert time.monotonic() - started < 10
 
 

@@ -158,7 +158,7 @@ class AsyncClient:
 
     async def kill(self, *, labels: Mapping[str, str]) -> int:
         """End every sandbox of the node that has all these labels (with none given: every one); returns how many."""
-        target = KILL_MANY.target({"label": _labels(labels)})
+        target = KILL_MANY.target({"label": _labels(labels), "all": None if labels else True})
         return (await self._transport.value(KILL_MANY, target, timeout_s=_KILL_TIMEOUT_S)).killed
 
     async def node_info(self) -> NodeInfo:

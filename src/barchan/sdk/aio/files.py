@@ -3,6 +3,7 @@
 import asyncio
 import os
 import stat
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
@@ -13,7 +14,7 @@ from barchan.errors import BarchanError, ConnectionLost, InvalidSpec, NotFound, 
 from barchan.model.sandbox import FileChange, FileInfo
 from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.http1 import Response
-from barchan.sdk.transport import Call, Transport, encode, records, shared_transport
+from barchan.sdk.transport import RESEND_S, Call, Transport, encode, records, shared_transport
 from barchan.wire.api import Empty, MkdirRequest, MoveRequest, RemoveRequest
 
 READ = Call("file_read", bytes)
@@ -32,6 +33,7 @@ READ_BYTES_MAX = 256 << 20
 TREE_BYTES_MAX = 4 << 30
 _PIECE_BYTES = 1 << 20
 _QUIET_S = 60.0
+_REOPEN_DELAY_S = 0.05
 WATCH_TIMEOUT_S = 3600.0
 
 
@@ -219,6 +221,7 @@ class AsyncWatch:
         self._quiet_s = quiet_timeout_s
         self._response: Response | None = None
         self._changes: AsyncGenerator[FileChange, None] | None = None
+        self._lost_at: float | None = None  # since when no connection has brought a change
 
     async def open(self) -> None:
         self._response = await self._transport.open(WATCH, self._target)
@@ -235,19 +238,25 @@ class AsyncWatch:
 
     async def next(self) -> FileChange | None:
         """The next change, None when the node has ended the watch or it was closed."""
-        if self._changes is None:
-            return None
-        try:
-            async for change in self._changes:
-                return change
-        except ConnectionLost:
-            await self.aclose()
-            await self.open()
-            return FileChange(kind="overflow", path="")
-        except BarchanError:
-            await self.aclose()
-            raise
-        await self.aclose()
+        while self._changes is not None:
+            try:
+                async for change in self._changes:
+                    self._lost_at = None
+                    return change
+                await self.aclose()
+            except ConnectionLost:
+                await self.aclose()
+                is_first, now = self._lost_at is None, time.monotonic()
+                self._lost_at = now if self._lost_at is None else self._lost_at
+                if now - self._lost_at > RESEND_S:
+                    raise
+                await asyncio.sleep(0 if is_first else _REOPEN_DELAY_S)
+                await self.open()
+                if is_first:
+                    return FileChange(kind="overflow", path="")
+            except BarchanError:
+                await self.aclose()
+                raise
         return None
 
     async def __aenter__(self) -> Self:
