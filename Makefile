@@ -15,7 +15,7 @@ setup:
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy src scripts examples hatch_build.py $(wildcard tests/*.py) tests/tidy tests/packaging
+	$(BIN)/mypy src examples hatch_build.py $(wildcard tests/*.py) tests/tidy tests/packaging
 	$(PYTEST) -q tests/tidy
 
 test: check

@@ -10,6 +10,7 @@ SLACK_LINES = 25
 BOUNDS = {
     "bench/bare/bare.c": 643,
     "guest/init/tar_in.c": 563,
+    "guest/supervisor/mounts.c": 520,
     "tests/unit/node/test_egress.py": 797,
 }
 
