@@ -72,13 +72,11 @@ class Journal:
             (sandbox_id, spec.create_id, msgspec.json.encode(spec), msgspec.json.encode(template), time.time()),
         )
 
-    def ready(self, sandbox_id: str, create_ms: float) -> None:
-        self._db.execute("UPDATE sandbox SET phase = 'ready', create_ms = ? WHERE id = ?", (create_ms, sandbox_id))
-
-    def end(self, sandbox_id: str, phase: Phase, cause: str) -> None:
+    def end(self, sandbox_id: str, phase: Phase, cause: str, create_ms: float = 0.0) -> None:
         self._db.execute(
-            "UPDATE sandbox SET phase = ?, end_cause = ?, ended_unix_s = ? WHERE id = ? AND ended_unix_s IS NULL",
-            (phase, cause, time.time(), sandbox_id),
+            "UPDATE sandbox SET phase = ?, end_cause = ?, ended_unix_s = ?, create_ms = ? "
+            "WHERE id = ? AND ended_unix_s IS NULL",
+            (phase, cause, time.time(), create_ms, sandbox_id),
         )
 
     def prune(self) -> None:

@@ -135,14 +135,11 @@ class Sandboxes:
             return
         live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
         live.equip(handle)
-        live.create_ms = row.create_ms
         self.live[live.sandbox_id] = live
         if row.spec.create_id:
             self.by_create[row.spec.create_id] = live
         await self._finish_boot(live)
         live.booted.set_result(None)
-        if row.phase != "ready":
-            self.journal.ready(live.sandbox_id, 0.0)
 
     async def backend(self, name: str) -> Backend:
         """The backend of this name, started on first use."""
@@ -241,7 +238,6 @@ class Sandboxes:
                 live.equip(await backend.create(live.sandbox_id, live.spec, live.template))
                 await self._finish_boot(live)
                 live.create_ms = (time.monotonic() - began) * 1e3
-                self.journal.ready(live.sandbox_id, live.create_ms)
         except BaseException as error:
             self.create_failures_total += 1
             self.journal.end(
@@ -356,7 +352,7 @@ class Sandboxes:
         if live.sandbox_id not in self.live:
             return
         live.phase = next_phase(live.phase, Fact.ENDED) if live.phase != "lost" else "lost"
-        self.journal.end(live.sandbox_id, live.phase, cause)
+        self.journal.end(live.sandbox_id, live.phase, cause, live.create_ms)
         await self._remove(live)
 
     async def _remove(self, live: Live) -> None:
@@ -378,7 +374,7 @@ class Sandboxes:
     def _ended(self, live: Live, fact: Fact, cause: str) -> None:
         if live.phase == "ready":
             live.phase = next_phase(live.phase, fact)
-        self.journal.end(live.sandbox_id, "lost", cause)
+        self.journal.end(live.sandbox_id, "lost", cause, live.create_ms)
         if live.ending is None:
             live.ending = self._spawn(self._remove_quietly(live))
 
