@@ -58,7 +58,9 @@ class NodeProcess:
         """Start the node and wait until it listens; it does not end on its own."""
         assert self.process is None
         ready, ready_end = os.pipe()
-        command = [sys.executable, "-m", "barchan.node", "--state-dir", str(self.state_dir), "--idle-exit-s", "0"]
+        # It dies with the test process, even if that is killed; the supervisor then cleans up after its grace.
+        guard = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "barchan.node"]
+        command = [*guard, "--state-dir", str(self.state_dir), "--idle-exit-s", "0"]
         with open(self.state_dir / "node.log", "ab") as log:
             self.process = subprocess.Popen(
                 [*command, "--ready-fd", str(ready_end), *options],
