@@ -234,10 +234,9 @@ static int prepare_process(void)
 	return self_pidfd < 0 || epoll_fd < 0 || signal_fd < 0 ? -1 : watch_add(&signals, signal_fd, EPOLLIN);
 }
 
-static int open_init(void)
+static int find_init(void)
 {
-	init_binary_fd = open(options.init, O_RDONLY | O_CLOEXEC);
-	return init_binary_fd;
+	return access(options.init, R_OK);
 }
 
 /* The name of the step that failed, or NULL. */
@@ -247,7 +246,7 @@ static const char *start(void)
 		const char *name;
 		int (*run)(void);
 	} steps[] = {
-		{"process", prepare_process},	 {"cgroup name in use", lock_name}, {"init", open_init}, {"cgroup", cgroup_open},
+		{"process", prepare_process},	 {"cgroup name in use", lock_name}, {"init", find_init}, {"cgroup", cgroup_open},
 		{"socket", node_listen},	 {"mounts", mounts_open},	    {"pool", pool_open}, {"mount namespace", mounts_leave_host},
 		{"seccomp", seccomp_compile},
 	};

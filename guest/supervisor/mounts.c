@@ -198,6 +198,27 @@ static int make_own_root(void)
 	return mount("proc", "/sys/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL);
 }
 
+/* The init is run from a copy that nobody but host root may read: the kernel then lets no guest user, whatever its
+ * ids, look into the process or own its files in /proc. An upgrade can't change it under running sandboxes either. */
+static int copy_init(void)
+{
+	CLEANUP_FD int from_fd = open(options.init, O_RDONLY | O_CLOEXEC);
+	CLEANUP_FD int to_fd = openat(holder_fd, "init", O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0111);
+	char block[65536];
+	ssize_t length;
+
+	if (from_fd < 0 || to_fd < 0)
+		return -1;
+	while ((length = read(from_fd, block, sizeof(block))) > 0)
+		if (write(to_fd, block, (size_t)length) != length)
+			return -1;
+	if (length < 0)
+		return -1;
+	close_fd(&to_fd);
+	init_binary_fd = openat(holder_fd, "init", O_PATH | O_CLOEXEC);
+	return init_binary_fd;
+}
+
 static int make_holder(void)
 {
 	holder_fd = mount_new("tmpfs", 0, (const char *[]){"mode", "0700", NULL});
@@ -221,7 +242,7 @@ int mounts_open(void)
 	own_ns_fd = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC);
 	if (own_ns_fd < 0)
 		return -1;
-	int (*const steps[])(void) = {look_at_host, make_holder, make_dev, make_sys, make_masks};
+	int (*const steps[])(void) = {look_at_host, make_holder, copy_init, make_dev, make_sys, make_masks};
 	for (size_t i = 0; i < COUNT(steps); i++)
 		if (steps[i]() < 0)
 			return -1;
@@ -241,7 +262,7 @@ void mounts_close(void)
 {
 	while (layers)
 		layer_remove(layers);
-	close_fd(&dev_fd), close_fd(&sys_fd), close_fd(&masks_fd), close_fd(&holder_fd);
+	close_fd(&init_binary_fd), close_fd(&dev_fd), close_fd(&sys_fd), close_fd(&masks_fd), close_fd(&holder_fd);
 }
 
 /* --- layers ------------------------------------------------------------------------------------------------------- */

@@ -1,4 +1,4 @@
-/* From host root to the init of a sandbox: its user namespace, uid 65535 there, five capabilities that mean something only in it. */
+/* From host root to the init of a sandbox: its user namespace, uid 65535 there, a few capabilities that mean something only in it. */
 #define _GNU_SOURCE
 #include <grp.h>
 #include <linux/capability.h>
@@ -12,8 +12,8 @@
 
 #include "supervisor.h"
 
-/* To become any guest user, to drop this power in each child, to signal them, and to place them. */
-static const int kept[] = {CAP_SETUID, CAP_SETGID, CAP_SETPCAP, CAP_KILL, CAP_SYS_RESOURCE};
+/* To become any guest user, to give it its terminal, to drop this power in each child, to signal and to place them. */
+static const int kept[] = {CAP_CHOWN, CAP_SETUID, CAP_SETGID, CAP_SETPCAP, CAP_KILL, CAP_SYS_RESOURCE};
 
 /* The same for every guest, except that the supervisor's own hard limits bound them: it may lack CAP_SYS_RESOURCE. */
 static int set_limits(void)
@@ -63,11 +63,16 @@ static int keep_capabilities(void)
 static int set_capabilities(void)
 {
 	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
-	struct __user_cap_data_struct data[2] = {{0, 0, 0}, {0, 0, 0}};
+	struct __user_cap_data_struct data[2];
+	uint32_t wanted = 0;
 
 	for (size_t i = 0; i < COUNT(kept); i++)
-		data[0].effective |= 1u << kept[i];
-	data[0].permitted = data[0].inheritable = data[0].effective;
+		wanted |= 1u << kept[i];
+	if (syscall(SYS_capget, &header, data) < 0)
+		return -1;
+	/* A fresh user namespace gives them all; without one (--no-userns) some may be missing. */
+	data[0].effective = data[0].inheritable = data[0].permitted &= wanted;
+	data[1].effective = data[1].inheritable = data[1].permitted = 0;
 	if (syscall(SYS_capset, &header, data) < 0)
 		return -1;
 	for (int capability = 0; prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0; capability++)
@@ -75,7 +80,7 @@ static int set_capabilities(void)
 	if (errno != EINVAL)
 		return -1;
 	for (size_t i = 0; i < COUNT(kept); i++)
-		if (prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, kept[i], 0, 0) < 0)
+		if (data[0].permitted >> kept[i] & 1 && prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, kept[i], 0, 0) < 0)
 			return -1;
 	/* From here on no uid and no file gives a capability, and none can be passed on that isn't already. */
 	return prctl(PR_SET_SECUREBITS, SECBIT_NOROOT | SECBIT_NOROOT_LOCKED | SECBIT_NO_SETUID_FIXUP | SECBIT_NO_SETUID_FIXUP_LOCKED |
