@@ -68,7 +68,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Serve SmolLM2 on loopback and run a command against it.")
     parser.add_argument("--slots", type=int, default=8, help="completions decoded at once")
     parser.add_argument("--context", type=int, default=2048, help="tokens per completion, prompt included")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    # The server's threads wait for one another at every layer of the model: when the sandboxes of the run take one of
+    # their cores, all of them stand still. So one core is left to the sandboxes.
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) - 1))
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="*", help="what to run; {base_url} and {model} are replaced")
     options = parser.parse_args()
