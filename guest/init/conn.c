@@ -14,6 +14,7 @@ enum {
 	OUTPUT_ROOM = 256 << 10,	/* kept free of output, for replies */
 	CONN_FDS_MAX = LEAF_COUNT * (LEAF_PROCS_MAX + 1),
 	LAZY_ROUNDS_MAX = 8,
+	LAZY_WAIT_MS = 2,		/* a short command ends sooner */
 };
 
 static struct {
@@ -348,5 +349,5 @@ void conn_flush(bool idle)
 /* How long the loop may sleep before conn_flush(true) is due. */
 int conn_wait_ms(void)
 {
-	return conn_is_open() && tx_pending() > 0 && !conn.blocked ? 1 : -1;
+	return conn_is_open() && tx_pending() > 0 && !conn.blocked ? LAZY_WAIT_MS : -1;
 }

@@ -3,7 +3,7 @@
  *   main.c     start-up, hardening, the epoll loop      child.c    between fork and exec
  *   conn.c     the host's connection: bytes <-> frames  user.c     /etc/passwd and /etc/group
  *   request.c  one handler per request                  applet.c   file operations, with fsops.c,
- *   start.c    decode START, make pipes or pty, fork               tar_in.c, tar_out.c and watch.c
+ *   start.c    decode START, make pipes or pty, fork               tree.c, tar_*.c and watch.c
  *   process.c  table, reaping, cgroups, backstops       stream.c   output: read, push to the host
  *   signals.c  signal scopes                            spool.c    bounded storage of output
  *                                                       input.c    stdin

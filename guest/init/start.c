@@ -57,13 +57,6 @@ bool start_decode(struct start *start, uint8_t *body, size_t len)
 	       start->kind <= KIND_APPLET && (start->flags & ~START_FLAGS_ALL) == 0;
 }
 
-static int set_nonblocking(int fd)
-{
-	int flags = fcntl(fd, F_GETFL);
-
-	return flags < 0 ? -1 : fcntl(fd, F_SETFL, flags | O_NONBLOCK);
-}
-
 /* A pipe whose end number `ours` does not block; -1 with errno set when there are no descriptors left even after
  * giving up old spool files. */
 static int make_pipe(int fds[2], int ours)
@@ -71,7 +64,7 @@ static int make_pipe(int fds[2], int ours)
 	while (pipe2(fds, O_CLOEXEC) != 0)
 		if ((errno != EMFILE && errno != ENFILE) || !process_evict_oldest())
 			return -1;
-	return set_nonblocking(fds[ours]);
+	return fcntl(fds[ours], F_SETFL, O_NONBLOCK);
 }
 
 static int open_pty(const struct start *start)

@@ -21,12 +21,14 @@ static struct table table_open(const char *path)
 	CLEANUP_FD int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
 	struct table table = {0};
 	struct stat st;
+	size_t size;
 
 	if (fd < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))
 		return table;
-	table.text = malloc(FILE_BYTES_MAX);
-	while (table.text != NULL && table.len < FILE_BYTES_MAX) {
-		ssize_t n = read(fd, table.text + table.len, FILE_BYTES_MAX - table.len);
+	size = (size_t)min_u64((uint64_t)st.st_size, FILE_BYTES_MAX);
+	table.text = malloc(size);
+	while (table.text != NULL && table.len < size) {
+		ssize_t n = read(fd, table.text + table.len, size - table.len);
 		if (n <= 0)
 			break;
 		table.len += (size_t)n;

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.init.driver import INIT, ROOT, Connection, Guest, Leaf
+from tests.guest.init.driver import Connection
+from tests.guest.init.guest import INIT, ROOT, Guest, Leaf
 
 
 @pytest.fixture(scope="session", autouse=True)

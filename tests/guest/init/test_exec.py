@@ -3,25 +3,15 @@
 import os
 import resource
 import signal
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.guest.init.driver import (
-    FOLLOWED,
-    MERGE,
-    PTY,
-    Connection,
-    Guest,
-    GuestReplyError,
-    start_body,
-    START,
-    LIST,
-    RESIZE,
-)
-
-import struct
+from tests.guest.init.driver import FOLLOWED, LIST, MERGE, PTY, RESIZE, START, Connection, GuestReplyError, start_body
+from tests.guest.init.guest import Guest
 
 pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(60)]
 
@@ -88,7 +78,14 @@ def test_arguments_and_environment_are_exact(connection: Connection) -> None:
     output = connection.run([b"printf", b"%s|", b"", b"a b", b"\xff\n", b"'"])
     assert output.out == b"|a b|\xff\n|'|"
     env = connection.run(["env"], env={"PATH": "/usr/bin", "A": "1 2", "EMPTY": "", "USER": "me"}).out.decode()
-    assert set(env.splitlines()) == {"PATH=/usr/bin", "A=1 2", "EMPTY=", "USER=me", "HOME=/nonexistent", "LOGNAME=nobody"}
+    assert set(env.splitlines()) == {
+        "PATH=/usr/bin",
+        "A=1 2",
+        "EMPTY=",
+        "USER=me",
+        "HOME=/nonexistent",
+        "LOGNAME=nobody",
+    }
 
 
 def test_working_directory(connection: Connection, guest: Guest) -> None:
@@ -145,7 +142,21 @@ def test_unknown_and_reserved_users(accounts: dict[str, Path], make_guest: Calla
     accounts["/etc/group"].write_text("init:x:65535:member\n")
     connection = make_guest(binds=accounts).connect()
     connection.hello()
-    users = ["nobody-here", "spy", "sly", "member", "none", "far", "65535", "1:65535", "4294967295", "1:4294967295", "1:nogroup", "1:", ":1"]
+    users = [
+        "nobody-here",
+        "spy",
+        "sly",
+        "member",
+        "none",
+        "far",
+        "65535",
+        "1:65535",
+        "4294967295",
+        "1:4294967295",
+        "1:nogroup",
+        "1:",
+        ":1",
+    ]
     for user in users:
         output = connection.run(["id"], user=user)
         assert (output.code, output.out) == (126, b""), (user, output.out)
@@ -169,12 +180,16 @@ def test_hostile_account_files(accounts: dict[str, Path], make_guest: Callable[.
         passwd.write_bytes(text)
         assert connection.run(["id"], user="ann").code == 126
     passwd.write_bytes(b"x" * 500 + b"\nann:x:2001:2002:" + b"g" * 9000 + b":/" + b"h" * 9000 + b":/bin/sh")
-    group.write_bytes(b"".join(b"g%d:x:%d:ann\n" % (i, 10_000 + i) for i in range(5000)) + b"x:x:1:" + b"ann," * 100_000)
+    group.write_bytes(
+        b"".join(b"g%d:x:%d:ann\n" % (i, 10_000 + i) for i in range(5000)) + b"x:x:1:" + b"ann," * 100_000
+    )
     output = connection.sh("echo $HOME; id -G | wc -w", user="ann")
     assert (output.code, output.out) == (0, b"/\n256\n")
 
 
-def test_account_file_that_is_no_file(accounts: dict[str, Path], make_guest: Callable[..., Guest], tmp_path: Path) -> None:
+def test_account_file_that_is_no_file(
+    accounts: dict[str, Path], make_guest: Callable[..., Guest], tmp_path: Path
+) -> None:
     """A pipe in place of /etc/passwd does not block the start."""
     accounts["/etc/passwd"].unlink()
     os.mkfifo(accounts["/etc/passwd"])
@@ -209,7 +224,12 @@ def test_merged_stderr(connection: Connection) -> None:
 
 def test_terminal(connection: Connection) -> None:
     """A pty is the controlling terminal, has the size asked for, and can be resized."""
-    handle, _, _ = connection.start("t", ["sh", "-c", "stty size; tty; trap 'stty size; exit' WINCH; echo ready; while :; do sleep 0.01; done"], flags=FOLLOWED | PTY, size=(31, 97))
+    handle, _, _ = connection.start(
+        "t",
+        ["sh", "-c", "stty size; tty; trap 'stty size; exit' WINCH; echo ready; while :; do sleep 0.01; done"],
+        flags=FOLLOWED | PTY,
+        size=(31, 97),
+    )
     output = connection.wait_until(handle, b"ready")
     assert output.out.startswith(b"31 97\r\n/dev/pts/")
     connection.request(RESIZE, struct.pack("<IHH", handle, 40, 120))
@@ -254,7 +274,9 @@ def test_file_size_limit_kills(connection: Connection, guest: Guest) -> None:
 
 def test_usage(connection: Connection) -> None:
     """CPU time, peak memory and the two times come from the kernel's own account."""
-    burn = "import time; a = bytearray(64 << 20); a[::4096] = b'x' * len(a[::4096])\nwhile time.process_time() < 0.3: pass"
+    burn = (
+        "import time; a = bytearray(64 << 20); a[::4096] = b'x' * len(a[::4096])\nwhile time.process_time() < 0.3: pass"
+    )
     output = connection.run(["/usr/bin/python3", "-SIc", burn])
     assert 250_000 <= output.exit["utime_us"] + output.exit["stime_us"] < 2_000_000
     assert 64 << 10 <= output.exit["maxrss_kib"] < 256 << 10
@@ -263,7 +285,7 @@ def test_usage(connection: Connection) -> None:
 
 def test_start_is_idempotent(connection: Connection, guest: Guest) -> None:
     """The same id and body never run twice; another body under the id is refused, now and after the end."""
-    body = {"process_id": "once", "argv": ["sh", "-c", f"echo ran >> {guest.work}/log; echo hi"]}
+    body: dict[str, Any] = {"process_id": "once", "argv": ["sh", "-c", f"echo ran >> {guest.work}/log; echo hi"]}
     first = connection.start(**body)
     assert first[2] is False and connection.wait_exit(first[0]).out == b"hi\n"
     connection.outputs.clear()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.init.driver import FOLLOWED, STDIN_OPEN, Connection, Entry, Guest, changes, entries, failure
+from tests.guest.init.driver import FOLLOWED, STDIN_OPEN, Connection, Entry, changes, entries, failure
+from tests.guest.init.guest import Guest
 
 pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(60)]
 
@@ -43,7 +44,9 @@ def test_stat(connection: Connection, work: Path) -> None:
     ]
     link = entries(connection.applet("stat", "link", cwd=str(work)).out)[0]
     assert (link.kind, link.name, link.target) == ("l", "link", "file")
-    kinds = [entries(connection.applet("stat", path).out)[0].kind for path in (str(work), "/dev/null", str(work / "fifo"))]
+    kinds = [
+        entries(connection.applet("stat", path).out)[0].kind for path in (str(work), "/dev/null", str(work / "fifo"))
+    ]
     assert kinds == ["d", "c", "p"]
     assert failure(connection.applet("stat", str(work / "none"))) == ENOENT
 

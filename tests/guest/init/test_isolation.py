@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.init.driver import RESEED, SETCLOCK, Connection, Guest, GuestReplyError
+from tests.guest.init.driver import RESEED, SETCLOCK, Connection, GuestReplyError
+from tests.guest.init.guest import Guest
 
 pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(60)]
 

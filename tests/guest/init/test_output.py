@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.guest.init.driver import BLOCK, FOLLOWED, Connection, Guest, Output
+from tests.guest.init.driver import BLOCK, FOLLOWED, Connection, Output
+from tests.guest.init.guest import Guest
 
 pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(90)]
 
@@ -63,7 +64,7 @@ def test_block_mode_exit_counts_what_is_still_in_the_pipe(guest: Guest) -> None:
     wait_ended(connection)
     connection.follow(handle)
     output = connection.outputs[handle]
-    while output.exit is None:
+    while not output.exit:
         connection.pump()
     assert output.exit["stdout_end"] == len(expected) and output.position[0] == 16 << 10
     connection.ack = True
@@ -99,7 +100,7 @@ def test_window_without_acks(guest: Guest) -> None:
     connection.hello()
     handle, _, _ = connection.start("w", ["seq", "400000"], spool_bytes=8 * MIB)
     output = connection.outputs.setdefault(handle, Output())
-    while output.exit is None:
+    while not output.exit:
         connection.pump()
     connection.ping()
     assert output.position[0] == MIB and output.exit["stdout_end"] == len(seq(400_000))
@@ -111,7 +112,7 @@ def test_window_without_acks(guest: Guest) -> None:
 
 
 def test_slow_follower_of_a_drop_spool(guest: Guest) -> None:
-    """A follower that falls far behind sees jumps over what is lost, and gets the rest although lost bytes are never acknowledged."""
+    """A follower that falls far behind sees jumps over what is lost, and gets the rest: lost bytes need no ACK."""
     connection = guest.connect(ack=False)
     connection.hello()
     handle, _, _ = connection.start("s", ["seq", "2000000"], spool_bytes=256 << 10)

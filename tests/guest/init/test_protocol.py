@@ -18,15 +18,17 @@ from tests.guest.init.driver import (
     TO_INIT_MAX,
     Closed,
     Connection,
-    Guest,
     GuestReplyError,
     start_body,
 )
+from tests.guest.init.guest import Guest
 
 pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(120)]
 
 
-def frame(kind: int, body: bytes = b"", tag: int = 1, length: int | None = None, reserved: tuple[int, int] = (0, 0)) -> bytes:
+def frame(
+    kind: int, body: bytes = b"", tag: int = 1, length: int | None = None, reserved: tuple[int, int] = (0, 0)
+) -> bytes:
     return struct.pack("<IBBHI", len(body) if length is None else length, kind, *reserved, tag) + body
 
 
@@ -143,6 +145,7 @@ def test_largest_frame(connection: Connection) -> None:
 
 def test_a_claimed_length_costs_nothing(guest: Guest) -> None:
     """Many connections that promise 2 MiB and send nothing do not add up: each replaces the one before."""
+
     def resident() -> int:
         with open(f"/proc/{guest.pid}/statm") as statm:
             return int(statm.read().split()[1]) * 4096
@@ -157,7 +160,11 @@ def test_a_claimed_length_costs_nothing(guest: Guest) -> None:
 def test_split_writes(guest: Guest) -> None:
     """Frames may come in any pieces."""
     connection = guest.connect()
-    data = frame(HELLO, b"\1\0\0\0\0", tag=1) + frame(START, start_body("s", ["echo", "x" * 5000]), tag=2) + frame(PING, tag=3)
+    data = (
+        frame(HELLO, b"\1\0\0\0\0", tag=1)
+        + frame(START, start_body("s", ["echo", "x" * 5000]), tag=2)
+        + frame(PING, tag=3)
+    )
     rng = random.Random(5)
     while data:
         size = rng.choice((1, 2, 3, 11, 12, 13, 500))
@@ -234,7 +241,6 @@ def mutated(draw: st.DrawFn) -> bytes:
             data[at:at] = draw(st.binary(min_size=1, max_size=8))
         elif at + 4 <= len(data):
             data[at : at + 4] = draw(st.sampled_from([b"\xff" * 4, b"\0\0\0\x80", b"\xff\xff\xff\x7f", b"\0\0\x20\0"]))
-    # A START that came out valid must not run anything by accident: only what the frames above name exists below /nowhere.
     return bytes(data)
 
 
@@ -285,7 +291,9 @@ def test_garbage_after_garbage_leaks_nothing(guest: Guest) -> None:
     rng = random.Random(7)
     for _ in range(1000):
         connection = guest.connect()
-        connection.socket.sendall(frame(rng.randrange(256), rng.randbytes(rng.randrange(64)), length=rng.randrange(1 << rng.randrange(1, 32))))
+        connection.socket.sendall(
+            frame(rng.randrange(256), rng.randbytes(rng.randrange(64)), length=rng.randrange(1 << rng.randrange(1, 32)))
+        )
         connection.close()
     connection = guest.connect()
     connection.hello()

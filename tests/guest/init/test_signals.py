@@ -9,17 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.init.driver import (
-    ALL,
-    GROUP,
-    MAIN,
-    OTHERS,
-    THAW,
-    Connection,
-    Guest,
-    GuestReplyError,
-    Leaf,
-)
+from tests.guest.init.driver import ALL, GROUP, MAIN, OTHERS, THAW, Connection, GuestReplyError
+from tests.guest.init.guest import Guest, Leaf
 
 pytestmark = [pytest.mark.requires("root", "static-libc", "cgroup1"), pytest.mark.timeout(60)]
 

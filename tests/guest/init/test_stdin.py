@@ -6,11 +6,13 @@ import signal
 
 import pytest
 
-from tests.guest.init.driver import FOLLOWED, PTY, STDIN_OPEN, Connection, Guest, GuestReplyError, Output
+from tests.guest.init.driver import FOLLOWED, PTY, STDIN_OPEN, Connection, GuestReplyError, Output
+from tests.guest.init.guest import Guest
 
 pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(90)]
 
 FRAME = 256 << 10
+WAIT = "import time; print('ready', flush=True); time.sleep(60)"
 
 
 def test_no_stdin_is_end_of_file(connection: Connection) -> None:
@@ -59,7 +61,7 @@ def test_repeated_bytes_are_taken_once(connection: Connection) -> None:
 
 
 def test_full_pipe_delays_the_reply_only(connection: Connection) -> None:
-    """Bytes that a sleeping reader does not take wait; meanwhile everything else is served, and too many are refused."""
+    """Bytes that a sleeping reader does not take wait; meanwhile all else is served, and too many are refused."""
     handle, _, _ = connection.start("in", ["sh", "-c", "read x; cat | wc -c"], flags=FOLLOWED | STDIN_OPEN)
     connection.signal(handle, signal.SIGSTOP, 1)
     tags = [connection.send_stdin(handle, 0, b"\n" + b"x" * (FRAME - 1))]
@@ -120,7 +122,8 @@ def test_terminal_input(connection: Connection) -> None:
     connection.wait_until(handle, b"line\r\n")
     assert connection.stdin(handle, 5, b"", eof=True) == 5
     assert connection.wait_exit(handle).out == b"ready\r\nline\r\nend\r\n"
-    handle, _, _ = connection.start("int", ["sleep", "60"], flags=FOLLOWED | PTY)
+    handle, _, _ = connection.start("int", ["/usr/bin/python3", "-SIc", WAIT], flags=FOLLOWED | PTY)
+    connection.wait_until(handle, b"ready")
     connection.stdin(handle, 0, b"\x03")
     assert connection.wait_exit(handle).code == -signal.SIGINT
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.guest.init.driver import FOLLOWED, STDIN_OPEN, Connection, Guest, failure
+from tests.guest.init.driver import FOLLOWED, STDIN_OPEN, Connection, failure
+from tests.guest.init.guest import Guest
 
 pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(120)]
 
