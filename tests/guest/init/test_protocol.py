@@ -150,6 +150,7 @@ def test_a_claimed_length_costs_nothing(guest: Guest) -> None:
         with open(f"/proc/{guest.pid}/statm") as statm:
             return int(statm.read().split()[1]) * 4096
 
+    guest.connect().ping()
     before = resident()
     for _ in range(200):
         guest.connect().socket.sendall(frame(START, b"x" * 100, length=TO_INIT_MAX))
