@@ -34,7 +34,8 @@ rollout: setup
 rollout-llm:
 	@scripts/setup.sh llm
 	$(BIN)/python scripts/serve_smollm.py -- \
-		$(BIN)/barchan rollout humaneval --policy chat --base-url {base_url} --model {model}
+		$(BIN)/barchan rollout humaneval --policy chat --base-url {base_url} --model {model} \
+		--temperature 0.2 --max-tokens 256
 
 clean:
 	rm -rf build dist src/barchan/_guest .pytest_cache .mypy_cache .ruff_cache .hypothesis

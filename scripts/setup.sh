@@ -11,7 +11,7 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 # What is needed, and the Debian package that brings it.
 missing_packages() {
 	local pair
-	for pair in gcc:gcc make:make mkfs.btrfs:btrfs-progs mkfs.erofs:erofs-utils mmdebstrap:mmdebstrap \
+	for pair in gcc:gcc make:make mkfs.btrfs:btrfs-progs mkfs.erofs:erofs-utils mmdebstrap:mmdebstrap musl-gcc:musl-tools \
 		slirp4netns:slirp4netns ip:iproute2 losetup:mount curl:curl openssl:openssl "$@"; do
 		command -v "${pair%%:*}" >/dev/null || echo "${pair##*:}"
 	done

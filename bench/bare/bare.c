@@ -396,7 +396,7 @@ static int make_cgroups(const char *id, int *leaf_fds, int *init_cgroup_fd)
 				if (faccessat(controllers[i].root_fd, path, F_OK, 0) == 0)
 					write_at(controllers[i].root_fd, path, MEMORY_LIMIT);
 			}
-			leaf_fds[count++] = open_leaf(controllers[i].root_fd, id, "cgroup.procs");
+			leaf_fds[count++] = open_leaf(controllers[i].root_fd, id, "tasks");
 		}
 	CHECK(mkdirat(unified_fd, id, 0755));
 	if (pure_v2) {

@@ -1,5 +1,5 @@
 /* The smallest PID 1 that does what a correct one must: start the payload in the guest's leaves with no privilege at
- * all, wait for it, stay. argv[1] is the number of open cgroup.procs files from descriptor 4 on; the payload's file follows. */
+ * all, wait for it, stay. argv[1] is the number of open cgroup.procs or tasks files from descriptor 4 on; the payload's file follows. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <linux/capability.h>

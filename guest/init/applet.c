@@ -7,6 +7,8 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "init.h"
 
@@ -69,7 +71,7 @@ int each_entry(int dir, entry_function *function, void *context)
 	char *entries = malloc(BYTES);
 	ssize_t n = entries ? 1 : -1;
 
-	while (n > 0 && (n = getdents64(dir, entries, BYTES)) > 0) {
+	while (n > 0 && (n = syscall(SYS_getdents64, dir, entries, BYTES)) > 0) {
 		for (ssize_t at = 0; at < n;) {
 			const struct dirent64 *entry = (const struct dirent64 *)(entries + at);
 

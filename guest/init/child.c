@@ -129,30 +129,40 @@ static void join_leaf(const struct launch *launch)
 	close(fd);
 }
 
+/* So that the user can open its terminal or pipes by name, as /dev/stderr; without CAP_CHOWN they work by descriptor only. */
+static void own_stream(int fd, uid_t uid)
+{
+	if (fchown(fd, uid, (gid_t)-1) != 0 && errno != EPERM)
+		fail(EXIT_CANNOT, "cannot own descriptor %d: %s", fd, strerror(errno));
+}
+
 static void own_session(const struct launch *launch, uid_t uid)
 {
 	setsid();
-	if (!(launch->request->flags & START_PTY))
+	if (launch->in >= 0)
+		own_stream(0, uid);
+	if (launch->request->flags & START_PTY) {
+		if (ioctl(0, TIOCSCTTY, 0) != 0)
+			fail(EXIT_CANNOT, "cannot take the terminal: %s", strerror(errno));
 		return;
-	if (ioctl(0, TIOCSCTTY, 0) != 0)
-		fail(EXIT_CANNOT, "cannot take the terminal: %s", strerror(errno));
-	/* So that the user can open it by name; without CAP_CHOWN it works by descriptor only. */
-	if (fchown(0, uid, (gid_t)-1) != 0 && errno != EPERM)
-		fail(EXIT_CANNOT, "cannot own the terminal: %s", strerror(errno));
+	}
+	own_stream(1, uid);
+	if (launch->err >= 0)
+		own_stream(2, uid);
 }
 
 static void set_limit(uint32_t resource, struct rlimit limit)
 {
 	struct rlimit now;
 
-	if (setrlimit((__rlimit_resource_t)resource, &limit) == 0)
+	if (prlimit(0, (int)resource, &limit, NULL) == 0)
 		return;
 	/* A hard limit can't be raised without privilege: take what there is. */
-	if (errno != EPERM || getrlimit((__rlimit_resource_t)resource, &now) != 0)
+	if (errno != EPERM || prlimit(0, (int)resource, NULL, &now) != 0)
 		fail(EXIT_CANNOT, "cannot set limit %u: %s", resource, strerror(errno));
 	limit.rlim_max = (rlim_t)min_u64(limit.rlim_max, now.rlim_max);
 	limit.rlim_cur = (rlim_t)min_u64(limit.rlim_cur, limit.rlim_max);
-	if (setrlimit((__rlimit_resource_t)resource, &limit) != 0)
+	if (prlimit(0, (int)resource, &limit, NULL) != 0)
 		fail(EXIT_CANNOT, "cannot set limit %u: %s", resource, strerror(errno));
 }
 

@@ -128,7 +128,7 @@ void frame_end(const uint8_t *end, bool urgent)
 
 void reply_error(uint32_t tag, int error)
 {
-	const char *message = strerrordesc_np(error);
+	const char *message = strerror(error);
 	uint32_t len = (uint32_t)strlen(message);
 	uint8_t *at = frame_begin(FRAME_ERROR, tag, 8 + len);
 

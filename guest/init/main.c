@@ -127,7 +127,7 @@ _Noreturn static void loop(void)
 
 void close_between(unsigned first, unsigned last)
 {
-	if (first > last || close_range(first, last, 0) == 0)
+	if (first > last || syscall(SYS_close_range, first, last, 0) == 0)
 		return;
 	for (rlim_t fd = first; fd <= last && fd < settings.nofile.rlim_max; fd++)
 		close((int)fd);

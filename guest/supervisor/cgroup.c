@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mount.h>
 #include <sys/stat.h>
 #include <time.h>
 
@@ -27,6 +28,8 @@ static struct {
 	int mount_fd, base_fd; /* the hierarchy's root, and /barchan/NAME in it; -1: absent */
 } hierarchies[HIERARCHIES] = {{"memory", -1, -1}, {"pids", -1, -1}, {"cpu", -1, -1}, {"unified", -1, -1}};
 static bool pure_v2;
+static char super_options[256]; /* of the version 2 hierarchy, as found */
+static bool moves_favoured;
 
 struct limits {
 	uint64_t memory_bytes, pids, cpu_us;
@@ -74,6 +77,8 @@ static void consider_mount(char *line)
 		bool wanted = i == UNIFIED ? strcmp(type, "cgroup2") == 0 : strcmp(type, "cgroup") == 0 && has_word(super, hierarchies[i].name, ",");
 		if (wanted && hierarchies[i].mount_fd < 0)
 			hierarchies[i].mount_fd = open(point, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+		if (wanted && i == UNIFIED)
+			snprintf(super_options, sizeof(super_options), "%s", super);
 	}
 }
 
@@ -145,6 +150,34 @@ static int enable_controllers(void)
 	return write_at(base(UNIFIED), "cgroup.subtree_control", control);
 }
 
+/* Set the version 2 hierarchy's options as they were found, with or without `favordynmods`. */
+static int reconfigure(bool favour)
+{
+	char words[sizeof(super_options)], *rest = NULL;
+	CLEANUP_FD int context_fd = fspick(hierarchies[UNIFIED].mount_fd, "", FSPICK_CLOEXEC | FSPICK_EMPTY_PATH);
+
+	if (context_fd < 0)
+		return -1;
+	memcpy(words, super_options, sizeof(words));
+	for (char *word = strtok_r(words, ",", &rest); word; word = strtok_r(NULL, ",", &rest))
+		if (strcmp(word, "rw") != 0 && fsconfig(context_fd, FSCONFIG_SET_FLAG, word, NULL, 0) < 0)
+			return -1;
+	if (favour && fsconfig(context_fd, FSCONFIG_SET_FLAG, "favordynmods", NULL, 0) < 0)
+		return -1;
+	return fsconfig(context_fd, FSCONFIG_CMD_RECONFIGURE, NULL, NULL, 0);
+}
+
+/* Moving a process into a cgroup waits for a grace period of the kernel, 8 to 15 ms, unless the last move was a moment ago or the
+ * host's hierarchy is set to favour moves. Without the right to set that, execs are slower; that is all. */
+static void favour_moves(void)
+{
+	if (has_word(super_options, "favordynmods", ","))
+		return;
+	moves_favoured = reconfigure(true) == 0;
+	if (!moves_favoured)
+		log_line("moves between cgroups stay slow (favordynmods: %s)", strerror(errno));
+}
+
 int cgroup_open(void)
 {
 	if (find_mounts() < 0)
@@ -158,12 +191,16 @@ int cgroup_open(void)
 		if (i != UNIFIED && (mkdirat(base(i), "init", 0755) < 0 || write_at(base(i), "init/cgroup.procs", "0") < 0))
 			return -1;
 	}
+	favour_moves();
 	return pure_v2 ? enable_controllers() : 0;
 }
 
 void cgroup_close(void)
 {
 	char path[PATH_MAX];
+
+	if (moves_favoured && reconfigure(false) < 0)
+		log_line("setting the cgroup mount back: %s", strerror(errno));
 
 	snprintf(path, sizeof(path), "barchan/%s", options.cgroup);
 	for (int i = 0; i < HIERARCHIES; i++) {
@@ -305,7 +342,8 @@ int cgroup_open_leaf(const struct sandbox *sandbox, enum leaf leaf, struct leaf_
 
 	leaf_fds->count = leaf_fds->procs_count = 0;
 	leaf_name(sandbox, leaf, name);
-	snprintf(path, sizeof(path), "%s/cgroup.procs", name);
+	/* A program is one thread when it joins, and moving a thread by `tasks` needs no lock on all of its process. */
+	snprintf(path, sizeof(path), "%s/tasks", name);
 	for (int i = 0; i < UNIFIED && !pure_v2; i++) {
 		if (base(i) < 0)
 			continue;

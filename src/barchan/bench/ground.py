@@ -1,6 +1,7 @@
 """Common ground of all contenders: the same static programs in the same root file system."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,10 +50,13 @@ def prepare(sources: Path) -> Iterator[Ground]:
         programs, rootfs, state_dir = root / "programs", root / "rootfs", root / "state"
         for directory in (programs, rootfs, state_dir):
             directory.mkdir()
-        for source, target in (("bare", "bare"), ("init", "bare-init"), ("forkexec", "forkexec")):
-            _compile(sources / f"{source}.c", programs / target)
+        for program in ("bare", "forkexec"):
+            _compile("cc", sources / f"{program}.c", programs / program)
+        musl = shutil.which("musl-gcc")  # what guest/Makefile builds the guest's init with where it is installed
+        include = () if musl is None else ("-idirafter", "/usr/include", *_multiarch())
+        _compile(musl or "cc", sources / "init.c", programs / "bare-init", *include)
         for program in PROGRAMS:
-            _compile(sources / f"{program}.c", rootfs / program)
+            _compile("cc", sources / f"{program}.c", rootfs / program)
         for mount_point in ("proc", "sys", "dev", "tmp", "etc", "run"):
             (rootfs / mount_point).mkdir()
         (rootfs / "etc" / "passwd").write_text("root:x:0:0:root:/:/true\nagent:x:1000:1000::/:/true\n")
@@ -64,9 +68,15 @@ def prepare(sources: Path) -> Iterator[Ground]:
         yield Ground(programs=programs, rootfs=rootfs, layer=store.layer_path(template.layers[0]), state_dir=state_dir)
 
 
-def _compile(source: Path, target: Path) -> None:
+def _multiarch() -> tuple[str, ...]:
+    name = subprocess.run(["cc", "-print-multiarch"], check=True, capture_output=True, text=True).stdout.strip()
+    return ("-idirafter", f"/usr/include/{name}") if name else ()
+
+
+def _compile(compiler: str, source: Path, target: Path, *options: str) -> None:
+    command = [compiler, *options, *_CFLAGS, "-o", os.fspath(target), os.fspath(source)]
     try:
-        subprocess.run(["cc", *_CFLAGS, "-o", os.fspath(target), os.fspath(source)], check=True, capture_output=True)
+        subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError as error:
         raise RequirementMissing("no C compiler (Debian package gcc)") from error
     except subprocess.CalledProcessError as error:
