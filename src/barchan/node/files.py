@@ -17,6 +17,7 @@ from barchan.wire import guest as wire
 from barchan.wire.guest import Scope, StartFlag
 
 KINDS = {"f": "file", "d": "directory", "l": "symlink", "c": "device", "b": "device", "p": "fifo", "s": "socket"}
+READY = "r"
 CHANGES = {"c": "created", "m": "modified", "d": "removed", "v": "moved", "o": "overflow"}
 LIST_BYTES_MAX = 256 << 20
 STREAM_SPOOL_BYTES = 1 << 20
@@ -119,14 +120,18 @@ class Files:
             process.remove_reader(collector)
         _raise_failed(process, collector.streams[wire.STDERR].value()[0], argv)
 
-    async def watch(self, path: str, recursive: bool, user: str | None) -> AsyncIterator[FileChange]:
+    async def watch(self, path: str, recursive: bool, user: str | None) -> AsyncIterator[tuple[FileChange, ...]]:
+        """Changes as they come; nothing at first, when everything from then on is seen."""
         rest = b""
         async for data in self.stream_out("watch", path, str(int(recursive)), user=user):
             changes, rest = wire.decode_changes(rest + data)
-            for kind, name in changes:
-                if kind not in CHANGES:
-                    raise BackendError(f"the guest init reports an unknown change {kind!r}")
-                yield FileChange(kind=CHANGES[kind], path=name)  # type: ignore[arg-type]
+            if unknown := {kind for kind, _ in changes} - {*CHANGES, READY}:
+                raise BackendError(f"the guest init reports an unknown change {unknown.pop()!r}")
+            yield tuple(
+                FileChange(kind=CHANGES[kind], path=name)  # type: ignore[arg-type]
+                for kind, name in changes
+                if kind != READY
+            )
 
     async def _kill(self, process: GuestProcess) -> None:
         await self._guest.signal(process, 9, Scope.ALL)

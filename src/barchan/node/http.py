@@ -301,12 +301,14 @@ class Server:
         live = self._live(request)
         recursive = _flag(request, "recursive", default=True)
         changes = live.files.watch(_path(live, request, "path"), recursive, request.query.get("user"))
-        response = await _stream(request)
         packed = _packed(request)
         try:
-            async for change in changes:
-                await response.write(encode_chunk(change, packed=packed))
-            return response
+            batch = await anext(changes)  # a failure, or the word that every change from now on is seen
+            response = await _stream(request)
+            while True:
+                for change in batch:
+                    await response.write(encode_chunk(change, packed=packed))
+                batch = await anext(changes)
         finally:
             await changes.aclose()  # type: ignore[attr-defined]
 

@@ -107,8 +107,7 @@ class Journal:
 
     def _rows(self, where: str, *values: str) -> list[Row]:
         query = (
-            "SELECT id, spec, template, phase, created_unix_s, create_ms, ended_unix_s, end_cause FROM sandbox "
-            + where
+            "SELECT id, spec, template, phase, created_unix_s, create_ms, ended_unix_s, end_cause FROM sandbox " + where
         )
         return [
             Row(

@@ -15,6 +15,8 @@ from barchan.core.lifecycle import Fact, next_phase
 from barchan.errors import (
     BackendError,
     BarchanError,
+    CallerError,
+    CapacityError,
     InvalidSpec,
     NodeLost,
     NotFound,
@@ -51,6 +53,7 @@ class Live:
         self.last_used = asyncio.get_running_loop().time()
         self.requests = 0
         self.maker: asyncio.Task[None] | None = None
+        self.is_equipped = False
         self.handle: Handle
         self.defaults: Defaults
         self.processes: Processes
@@ -58,6 +61,7 @@ class Live:
         self.network: Network | None = None
 
     def equip(self, handle: Handle) -> None:
+        self.is_equipped = True
         self.handle = handle
         self.defaults = Defaults(self.spec, self.template, Network.env(self.spec))
         self.processes = Processes(handle, self.defaults)
@@ -159,7 +163,7 @@ class Sandboxes:
         self._backends.pop(name, None)
         error = NodeLost(f"the supervisor of {name} sandboxes died, and they with it")
         for live in list(self.live.values()):
-            if live.spec.backend == name:
+            if live.spec.backend == name and live.phase == "ready":  # a create that is under way fails by itself
                 live.handle.guest.guest_gone(error)
                 self._lost[live.sandbox_id] = error
                 self._ended(live, Fact.INIT_DIED, "node_lost")
@@ -240,9 +244,10 @@ class Sandboxes:
                 live.create_ms = (time.monotonic() - began) * 1e3
         except BaseException as error:
             self.create_failures_total += 1
-            self.journal.end(
-                live.sandbox_id, "lost" if isinstance(error, SandboxLost) else "stopped", f"create: {error}"
-            )
+            if live.is_equipped:
+                await asyncio.shield(self._remove_quietly(live))
+            is_wanted = isinstance(error, CallerError | CapacityError | asyncio.CancelledError)
+            self.journal.end(live.sandbox_id, "stopped" if is_wanted else "lost", f"create: {error}")
             self._forget(live)
             failure = error if isinstance(error, BarchanError) else BackendError(f"creating failed: {error!r}")
             if isinstance(error, asyncio.CancelledError):

@@ -240,8 +240,14 @@ class ContainerBackend:
         await asyncio.shield(mounted)
 
     async def found(self) -> list[str]:
-        answer = await self.request("list")
-        return [value.split(":", 1)[0] for key, value in answer.message.pairs if key == "sandbox"]
+        found: list[str] = []
+        at = 0
+        while True:
+            page = (await self.request("list", **{"from": at})).message
+            found += [value.split(":", 1)[0] for key, value in page.pairs if key == "sandbox"]
+            at = page.number("next", 0)
+            if not at:
+                return found
 
     async def discard(self, sandbox_id: str) -> None:
         (await self.request("destroy", id=sandbox_id)).close()
