@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from barchan.errors import BarchanError, Conflict, InvalidSpec
 from barchan.node.admission import default_limits
@@ -21,6 +22,11 @@ from barchan.node.sandboxes import Sandboxes
 from barchan.wire.api import error_body
 
 IDLE_CHECK_S = 1.0
+LIMITS = {
+    "running_max": "live sandboxes at most (default: as memory lets)",
+    "starting_max": "sandboxes made at once (default: 4 per processor)",
+    "queued_max": "creates that may wait for their turn",
+}
 
 
 def _arguments() -> argparse.Namespace:
@@ -29,6 +35,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--listen", metavar="HOST:PORT", help="also serve HTTP here, with a bearer token")
     parser.add_argument("--token-file", type=Path, help="holds the token; made with a fresh one if missing")
     parser.add_argument("--idle-exit-s", type=float, default=30.0, help="end after this long idle and empty; 0: never")
+    for name, what in LIMITS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
     parser.add_argument(
         "--weaken",
         action="append",
@@ -137,7 +145,9 @@ async def _until_idle(stop: asyncio.Event, sandboxes: Sandboxes, idle_exit_s: fl
 
 async def _run(arguments: argparse.Namespace) -> None:
     version = metadata.version("barchan")
-    sandboxes = Sandboxes(arguments.state_dir, default_limits(), version, tuple(arguments.weaken))
+    given = {name: value for name in LIMITS if (value := getattr(arguments, name)) is not None}
+    limits = replace(default_limits(), **given)
+    sandboxes = Sandboxes(arguments.state_dir, limits, version, tuple(arguments.weaken))
     await _serve(arguments, sandboxes)
 
 
