@@ -449,8 +449,9 @@ static int attach_new(int dir_fd, const char *path, const char *type, unsigned a
 
 static int make_dev_mounts(const struct sandbox *sandbox, int root_fd, const struct root_parts *parts)
 {
-	char tty_gid[16], shm_bytes[24];
+	char tty_gid[16], init_id[16], shm_bytes[24];
 
+	snprintf(init_id, sizeof(init_id), "%u", sandbox->uid_base + init_uid());
 	snprintf(tty_gid, sizeof(tty_gid), "%u", sandbox->uid_base + 5);
 	snprintf(shm_bytes, sizeof(shm_bytes), "%llu", (unsigned long long)sandbox->spec.shm_bytes);
 	if (attach(parts->dev, root_fd, "dev") < 0 ||
@@ -461,7 +462,7 @@ static int make_dev_mounts(const struct sandbox *sandbox, int root_fd, const str
 		return -1;
 	/* Nobody in the guest may enter: the init's socket lies there. */
 	return attach_new(parts->dev, SOCKET_DIR, "tmpfs", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC,
-			  (const char *[]){"size", "16384", "nr_inodes", "8", "mode", "0700", NULL});
+			  (const char *[]){"size", "16384", "nr_inodes", "8", "mode", "0700", "uid", init_id, "gid", init_id, NULL});
 }
 
 static int protect_proc(int proc_fd)

@@ -98,15 +98,23 @@ static int die_with_supervisor(void)
 	return supervisor.revents ? (errno = ESRCH, -1) : 0;
 }
 
-int drop_privileges(int userns_fd)
+/* The mounts once more, locked as they are, and IPC belong to the sandbox's user namespace: a memory snapshot can take
+ * them from no other. It gives nobody power over them: no guest process has a capability, and mount is no allowed call. */
+int enter_user_namespace(int userns_fd)
 {
 	if (set_limits() < 0 || setgroups(0, NULL) < 0)
 		return -1;
 	if (!options.no_userns && setns(userns_fd, CLONE_NEWUSER) < 0)
 		return -1;
-	if (prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP) < 0 || setresgid(init_uid(), init_uid(), init_uid()) < 0 ||
-	    setresuid(init_uid(), init_uid(), init_uid()) < 0)
+	if (unshare(CLONE_NEWNS | CLONE_NEWIPC) < 0)
 		return -1;
+	if (prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP) < 0 || setresgid(init_uid(), init_uid(), init_uid()) < 0)
+		return -1;
+	return setresuid(init_uid(), init_uid(), init_uid());
+}
+
+int drop_privileges(void)
+{
 	if ((options.no_caps_drop ? keep_capabilities() : set_capabilities()) < 0 || die_with_supervisor() < 0)
 		return -1;
 	return options.no_caps_drop ? 0 : prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
