@@ -140,6 +140,7 @@ extern struct settings {
 	struct rlimit nofile;	/* as it was given to us: what programs get */
 	uint64_t key[2];
 } settings;
+void guard_memory(void);
 int loop_add(struct source *source, uint32_t events);
 void loop_set(struct source *source, uint32_t events);
 void loop_remove(struct source *source);

@@ -218,7 +218,7 @@ static void drop_capabilities(void)
  * process that can't be dumped to root of the user namespace that may read its program. Where that is the guest's root it
  * could, as their owner, make us the first victim of an out-of-memory kill: then it is safer to stay dumpable, since our
  * files are our own user's, whom no guest process can become. (A program file that our user may not read avoids this.) */
-static void guard_memory(void)
+void guard_memory(void)
 {
 	struct stat st;
 

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <sys/ioctl.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
@@ -65,6 +66,7 @@ static bool handle_hello(uint32_t tag, struct reader *r)
 			leaf->dir = fds[at++];
 	}
 	hello_seen = true;
+	guard_memory();
 	reply_hello(tag);
 	return true;
 }
@@ -344,6 +346,8 @@ static bool handle_detach(uint32_t tag, struct reader *r)
 	for (int i = 0; i < LEAF_COUNT; i++)
 		leaf_close(&leaves[i]);
 	hello_seen = false;
+	/* CRIU looks at our namespaces from inside our user namespace, which it may only while we can be dumped. */
+	prctl(PR_SET_DUMPABLE, 1);
 	reply_empty(REQUEST_DETACH, tag);
 	conn_close_after_flush();
 	return true;

@@ -81,7 +81,7 @@ static int must(int result)
 
 static void make_namespaces(void)
 {
-	int flags = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP;
+	int flags = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWCGROUP;
 
 	must(unshare(options.no_netns ? flags : flags | CLONE_NEWNET));
 }
@@ -151,6 +151,8 @@ static _Noreturn void become_init(const struct sandbox *sandbox, int userns_fd)
 	struct root_parts parts;
 	int upper_fd = -1;
 
+	/* Its session must not begin outside the sandbox: a memory snapshot can't take such a one. */
+	must(setsid());
 	enter_stage(STAGE_CGROUP);
 	must(cgroup_make_guest(sandbox));
 	if (options.init_in_guest_leaf)
@@ -166,11 +168,14 @@ static _Noreturn void become_init(const struct sandbox *sandbox, int userns_fd)
 	enter_stage(STAGE_NETWORK);
 	int proxy_fd = make_network(&sandbox->spec);
 	must(root_assemble(sandbox, &parts));
+	enter_stage(STAGE_PRIVILEGES);
+	must(enter_user_namespace(userns_fd));
+	/* Only now: the socket must lie in a mount of the last mount namespace, and belong to an id of the sandbox. */
 	enter_stage(STAGE_SOCKET);
 	place_descriptors(make_init_socket(), spool_fd);
 	enter_stage(STAGE_PRIVILEGES);
 	reset_signals();
-	must(drop_privileges(userns_fd));
+	must(drop_privileges());
 	enter_stage(STAGE_SECCOMP);
 	must(seccomp_install());
 	/* The init accepts once it runs; the supervisor may connect and answer the node meanwhile. */

@@ -259,7 +259,8 @@ void enter_stage(enum stage stage);
 int receive_report(int fd, struct launch_report *report, int *passed_fd);
 
 /* privileges.c */
-int drop_privileges(int userns_fd);
+int enter_user_namespace(int userns_fd);
+int drop_privileges(void);
 
 /* seccomp.c */
 int seccomp_compile(void);
