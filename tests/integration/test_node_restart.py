@@ -138,4 +138,3 @@ def test_a_killed_supervisor_takes_its_sandboxes_along_and_the_node_says_so(
                 time.sleep(0.05)
         with client.create("debian") as again:
             assert again.exec("true").exit_code == 0
-

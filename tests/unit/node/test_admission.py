@@ -1,0 +1,72 @@
+"""Turns to start a sandbox: bounded, in order, never lost."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from barchan.core.admission import Limits
+from barchan.errors import CapacityError
+from barchan.node.admission import Admission
+
+LIMITS = Limits(starting_max=2, queued_max=3, running_max=1000, memory_reserve_mib=0, disk_reserve_mib=0)
+
+
+async def test_no_more_than_the_bound_start_at_once(tmp_path: Path) -> None:
+    """Two at a time, the others in the order in which they came."""
+    admission = Admission(LIMITS, tmp_path)
+    most = 0
+    order: list[int] = []
+
+    async def one(number: int) -> None:
+        nonlocal most
+        async with admission.slot(0):
+            most = max(most, admission.starting)
+            order.append(number)
+            await asyncio.sleep(0.01)
+
+    await asyncio.gather(*(one(number) for number in range(5)))
+    assert (most, order, admission.starting, admission.queued) == (2, [0, 1, 2, 3, 4], 0, 0)
+
+
+async def test_a_full_queue_refuses(tmp_path: Path) -> None:
+    """Two start, three wait, the sixth is told when to come back."""
+    admission = Admission(LIMITS, tmp_path)
+    release = asyncio.Event()
+
+    async def one() -> None:
+        async with admission.slot(0):
+            await release.wait()
+
+    tasks = [asyncio.create_task(one()) for _ in range(5)]
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityError):
+        await one()
+    release.set()
+    await asyncio.gather(*tasks)
+    assert admission.starting == 0
+
+
+@pytest.mark.parametrize("granted", [False, True])
+async def test_a_cancelled_wait_gives_its_turn_on(tmp_path: Path, granted: bool) -> None:
+    """Whether it was still waiting, or had just been given the turn."""
+    admission = Admission(LIMITS, tmp_path)
+    first, second = admission.slot(0), admission.slot(0)
+    await first.__aenter__()
+    await second.__aenter__()
+
+    async def one() -> None:
+        async with admission.slot(0):
+            pass
+
+    waiting = asyncio.create_task(one())
+    await asyncio.sleep(0)
+    if granted:
+        await first.__aexit__(None, None, None)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    if not granted:
+        await first.__aexit__(None, None, None)
+    await second.__aexit__(None, None, None)
+    assert (admission.starting, admission.queued) == (0, 0)
+    await asyncio.wait_for(one(), 1)

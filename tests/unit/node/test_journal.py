@@ -1,0 +1,81 @@
+"""The journal: what it was told survives, another format is refused."""
+
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from barchan.errors import RequirementMissing
+from barchan.image.template import Layer, Template
+from barchan.model.sandbox import SandboxSpec
+from barchan.node import journal as module
+from barchan.node.journal import Journal
+
+TEMPLATE = Template(
+    name="debian",
+    digest="d" * 64,
+    layers=(Layer("a" * 64, "erofs"),),
+    size_bytes=1,
+    created_unix_s=0.0,
+    user="agent",
+    workdir="/",
+    env={},
+    source="test",
+)
+SPEC = SandboxSpec(template="debian", create_id="c1", labels={"a": "b"})
+
+
+def test_what_was_begun_is_found_by_the_next_node(tmp_path: Path) -> None:
+    """A node that was killed right after `begin` has told enough: nothing was closed or flushed."""
+    Journal(tmp_path / "journal").begin("sb_1", SPEC, TEMPLATE)
+    (row,) = Journal(tmp_path / "journal").live()
+    assert (row.sandbox_id, row.spec, row.template, row.ended_unix_s) == ("sb_1", SPEC, TEMPLATE, None)
+
+
+def test_a_create_id_is_taken_once(tmp_path: Path) -> None:
+    """Also after its sandbox ended."""
+    journal = Journal(tmp_path / "journal")
+    journal.begin("sb_1", SPEC, TEMPLATE)
+    journal.end("sb_1", "stopped", "killed")
+    with pytest.raises(sqlite3.IntegrityError):
+        journal.begin("sb_2", SPEC, TEMPLATE)
+    found = journal.find_create("c1")
+    assert found is not None
+    assert (found.sandbox_id, found.end_cause) == ("sb_1", "killed")
+
+
+def test_the_first_end_stands(tmp_path: Path) -> None:
+    """A sandbox that ended by its ttl was not killed later."""
+    journal = Journal(tmp_path / "journal")
+    journal.begin("sb_1", SPEC, TEMPLATE)
+    journal.end("sb_1", "stopped", "ttl", 12.5)
+    journal.end("sb_1", "lost", "killed")
+    row = journal.find("sb_1")
+    assert row is not None
+    assert (row.phase, row.end_cause, row.create_ms) == ("stopped", "ttl", 12.5)
+    assert journal.live() == []
+
+
+def test_old_ends_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour after its end; what lives stays whatever its age."""
+    journal = Journal(tmp_path / "journal")
+    journal.begin("sb_old", SPEC, TEMPLATE)
+    journal.begin("sb_live", SandboxSpec(template="debian"), TEMPLATE)
+    journal.end("sb_old", "stopped", "killed")
+    later = time.time() + module.ENDED_KEPT_S + 1
+    monkeypatch.setattr(module.time, "time", lambda: later)
+    journal.prune()
+    assert journal.find("sb_old") is None
+    assert journal.find("sb_live") is not None
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    """A node never guesses at what another release wrote."""
+    journal = Journal(tmp_path / "journal")
+    journal.close()
+    with sqlite3.connect(tmp_path / "journal") as database:
+        database.execute("UPDATE meta SET value = '99' WHERE name = 'format'")
+    database.close()
+    with pytest.raises(RequirementMissing, match="format 99"):
+        Journal(tmp_path / "journal")
