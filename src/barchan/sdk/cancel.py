@@ -28,3 +28,9 @@ async def clean_up(cause: BaseException, work: Coroutine[Any, Any, None], what: 
         cause.add_note(f"{what}: {error!r}")
     elif error is not None:
         raise error
+
+
+def forget_error(task: "asyncio.Future[Any]") -> None:
+    """A done callback for a task whose error counts only if somebody asks for it: asyncio need not log it."""
+    if not task.cancelled():
+        task.exception()

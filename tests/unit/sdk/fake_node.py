@@ -12,6 +12,7 @@ import signal
 import struct
 import termios
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -129,6 +130,13 @@ class FakeProcess:
                 if int(fields[3]) == self.child.pid and fields[0] != "Z":
                     found.append(int(entry.name))
         return sorted(found, key=lambda pid: pid != self.child.pid)
+
+    def are_gone(self) -> bool:
+        """Whether nothing of it runs; what was killed has a moment to die."""
+        deadline = time.monotonic() + 2
+        while (running := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return not running
 
     def signal(self, number: int, scope: str) -> int:
         pids = self.pids()

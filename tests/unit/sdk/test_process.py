@@ -133,4 +133,4 @@ async def test_cancelling_a_start_kills_it(node: FakeNode, sandbox: AsyncSandbox
     gate.set()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert node.processes[sandbox.id, "gone"].pids() == []
+    assert node.processes[sandbox.id, "gone"].are_gone()

@@ -208,7 +208,7 @@ def test_an_interrupt_cancels_the_call_and_waits_for_its_cleanup(node: FakeNode)
         with pytest.raises(KeyboardInterrupt):
             sandbox.exec("sleep 300", process_id="p")
         thread.join()
-        assert node.processes[sandbox.id, "p"].pids() == []
+        assert node.processes[sandbox.id, "p"].are_gone()
         assert sandbox.exec("echo still").text == "still\n"
 
 

@@ -12,7 +12,7 @@ from barchan.errors import BarchanError, ReadTimeout
 from barchan.model.node import ImageInfo, Killed, NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.sdk.aio.sandbox import AsyncSandbox
-from barchan.sdk.cancel import clean_up
+from barchan.sdk.cancel import clean_up, forget_error
 from barchan.sdk.embedded import ensure_node
 from barchan.sdk.endpoint import Endpoint, checked_token, endpoint_of, remember_token, token_of
 from barchan.sdk.lease import Lease
@@ -100,7 +100,7 @@ class AsyncClient:
                 delay_s = min(2 * delay_s, 0.5)
         finally:
             task.cancel()
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(forget_error)
 
     async def create_many(
         self,

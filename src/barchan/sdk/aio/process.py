@@ -18,7 +18,7 @@ from barchan.errors import (
 )
 from barchan.model.sandbox import OutputChunk, ProcessInfo, StartRequest
 from barchan.sdk.background import BACKGROUND
-from barchan.sdk.cancel import clean_up
+from barchan.sdk.cancel import CLEANUP_S, clean_up, forget_error
 from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.transport import CALL_TIMEOUT_S, RESEND_S, Call, Transport, encode, records, shared_transport
 from barchan.wire.api import Empty, ResizeRequest, Signalled, SignalRequest, StdinWritten
@@ -211,13 +211,18 @@ class AsyncProcess:
             raise
 
     async def _kill_started(self, task: "asyncio.Task[Any]") -> None:
-        """Kill until the call is over: before, the node may not have seen it yet, and would start what was killed."""
+        """Kill until the call is over: before, the node may not have seen it yet, and would start what was killed.
+
+        Ends when the main process has; what it left behind has its SIGKILL by then.
+        """
         delay_s, is_over = 0.01, False
         try:
             while not is_over:
                 is_over = task.done()
                 try:
                     await self.kill()
+                    if is_over:
+                        await self.wait(CLEANUP_S)
                 except (SandboxExpired, SandboxLost):
                     return
                 except BarchanError as error:
@@ -228,7 +233,7 @@ class AsyncProcess:
                 delay_s = min(2 * delay_s, 0.5)
         finally:
             task.cancel()
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(forget_error)
 
 
 async def start_process(transport: Transport, sandbox_id: str, request: StartRequest) -> AsyncProcess:

@@ -20,7 +20,7 @@ from barchan.errors import BarchanError, InvalidSpec, LocalProtocolError, NotFou
 from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S, OutputChunk
 from barchan.sdk.aio.process import AsyncProcess, start_process
 from barchan.sdk.background import BACKGROUND
-from barchan.sdk.cancel import clean_up
+from barchan.sdk.cancel import clean_up, forget_error
 from barchan.sdk.headtail import HeadTail
 from barchan.sdk.options import ShellOptions, StartOptions, start_request
 from barchan.sdk.transport import CALL_TIMEOUT_S, Transport
@@ -170,6 +170,7 @@ class AsyncShell:
         process = await start_process(self._transport, self._sandbox_id, request)
         self._process, self._last_code, self._run = process, 0, _Run(self._bytes_max)
         self._reader = asyncio.create_task(self._read(process))
+        self._reader.add_done_callback(forget_error)
         await process.write_stdin(_SET_UP)
         return process
 

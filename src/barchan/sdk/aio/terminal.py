@@ -11,6 +11,7 @@ import pyte
 from barchan.errors import CallerError, LocalProtocolError, NotFound, ReadTimeout, SandboxExpired, SandboxLost
 from barchan.sdk.aio.process import AsyncProcess, start_process
 from barchan.sdk.background import BACKGROUND
+from barchan.sdk.cancel import forget_error
 from barchan.sdk.options import Command, ShellOptions, StartOptions, start_request
 from barchan.sdk.transport import Transport
 
@@ -87,6 +88,7 @@ class AsyncTerminal:
         self._process = process
         self._last_output_at = time.monotonic()
         self._reader = asyncio.create_task(self._read(process))
+        self._reader.add_done_callback(forget_error)
 
     async def _read(self, process: AsyncProcess) -> None:
         async for chunk in process.chunks(0, 0, follow=True, quiet_timeout_s=None):
