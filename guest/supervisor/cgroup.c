@@ -19,6 +19,7 @@
 #define PLATFORM_PIDS 64
 #define LEAF_PATH_MAX 256
 #define CPU_PERIOD "100000"
+#define TCP_SHARE 4
 #define STALE_WAIT_NS (5 * NS_PER_S)
 
 enum { MEMORY, PIDS, CPU, UNIFIED, HIERARCHIES };
@@ -243,7 +244,11 @@ static int limit_v1(int hierarchy, const char *name, const struct limits *limits
 		if (write_leaf(base(MEMORY), name, "memory.limit_in_bytes", text) < 0)
 			return -1;
 		/* Absent without swap accounting. */
-		return write_leaf(base(MEMORY), name, "memory.memsw.limit_in_bytes", text) < 0 && errno != ENOENT ? -1 : 0;
+		if (write_leaf(base(MEMORY), name, "memory.memsw.limit_in_bytes", text) < 0 && errno != ENOENT)
+			return -1;
+		/* What TCP buffers is not part of the limit above. */
+		snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->memory_bytes / TCP_SHARE);
+		return write_leaf(base(MEMORY), name, "memory.kmem.tcp.limit_in_bytes", text) < 0 && errno != ENOENT ? -1 : 0;
 	case PIDS:
 		if (options.no_pids_limit)
 			return 0;

@@ -20,6 +20,7 @@
 #include "supervisor.h"
 
 #define SOCKET_DIR ".barchan"
+#define TERMINALS_MAX "256" /* the host has 4096 for all */
 #define READONLY_SAFE (MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC)
 
 static int holder_fd = -1, dev_fd = -1, sys_fd = -1, masks_fd = -1, host_ns_fd = -1, own_ns_fd = -1;
@@ -47,7 +48,7 @@ static struct {
 	{"ioports", MASK_FILE, false},	   {"interrupts", MASK_FILE, false},  {"acpi", MASK_DIR, false},
 	{"scsi", MASK_DIR, false},	   {"asound", MASK_DIR, false},	      {"driver", MASK_DIR, false},
 	{"sys", MAKE_READONLY, false},	   {"bus", MAKE_READONLY, false},     {"fs", MAKE_READONLY, false},
-	{"irq", MAKE_READONLY, false},
+	{"irq", MAKE_READONLY, false},	   {"pressure", MASK_DIR, false},
 };
 
 /* --- building blocks ---------------------------------------------------------------------------------------------- */
@@ -414,7 +415,7 @@ static int make_overlay(const struct sandbox *sandbox, const struct root_parts *
 		 detached_clones ? "null" : "off");
 	if (attach(parts->upper, AT_FDCWD, "/upper") < 0 || chdir("/layers") < 0)
 		return -1;
-	return mount("overlay", "/root", "overlay", MS_NODEV | MS_NOSUID, options_text);
+	return mount("overlay", "/root", "overlay", options.no_caps_drop ? MS_NODEV : MS_NODEV | MS_NOSUID, options_text);
 }
 
 static int make_mount_points(int root_fd)
@@ -456,7 +457,7 @@ static int make_dev_mounts(const struct sandbox *sandbox, int root_fd, const str
 	snprintf(shm_bytes, sizeof(shm_bytes), "%llu", (unsigned long long)sandbox->spec.shm_bytes);
 	if (attach(parts->dev, root_fd, "dev") < 0 ||
 	    attach_new(parts->dev, "pts", "devpts", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC,
-		       (const char *[]){"gid", tty_gid, "mode", "0620", "ptmxmode", "0666", NULL}) < 0 ||
+		       (const char *[]){"gid", tty_gid, "mode", "0620", "ptmxmode", "0666", "max", TERMINALS_MAX, NULL}) < 0 ||
 	    attach_new(parts->dev, "shm", "tmpfs", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV,
 		       (const char *[]){"size", shm_bytes, "mode", "1777", NULL}) < 0)
 		return -1;

@@ -42,7 +42,8 @@ static int set_limits(void)
 	return 0;
 }
 
-/* --no-caps-drop: everything the user namespace has, for the init and whatever it starts. */
+/* --no-caps-drop: everything the user namespace has, for the init and whatever it starts, but for the one that the init
+ * would empty the bounding set with. */
 static int keep_capabilities(void)
 {
 	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
@@ -50,7 +51,7 @@ static int keep_capabilities(void)
 
 	if (syscall(SYS_capget, &header, data) < 0)
 		return -1;
-	data[0].inheritable = data[0].permitted;
+	data[0].inheritable = data[0].permitted & ~(1u << CAP_SETPCAP);
 	data[1].inheritable = data[1].permitted;
 	if (syscall(SYS_capset, &header, data) < 0)
 		return -1;

@@ -1,12 +1,19 @@
-/* User namespaces, one per uid slot. Making one takes a process; a namespace that outlives its sandbox is used again by
- * the next one on the slot. Its descriptor is held only while no sandbox runs on the slot: every descriptor of the
- * supervisor is copied at each fork, and a running init keeps its own namespace alive. */
+/* User namespaces, one per uid slot, each owned by an id of its slot: the kernel counts what the users of a namespace hold
+ * (inotify instances, queued signals, message queues) against its owner too, who therefore must not be one for all.
+ *
+ * Making one takes a process; a namespace that outlives its sandbox is used again by the next one on the slot. Its
+ * descriptor is held only while no sandbox runs on the slot: every descriptor of the supervisor is copied at each fork, and
+ * a running init keeps its own namespace alive. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <linux/sched.h>
+#include <linux/securebits.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
@@ -55,10 +62,28 @@ static int write_maps(pid_t pid, unsigned slot)
 	return write_at(AT_FDCWD, path, map);
 }
 
-static int make(unsigned slot)
+/* Owned by the slot's first id. The capabilities stay: the effective user is changed without the usual loss. */
+static pid_t clone_as_owner(unsigned slot)
 {
 	struct clone_args arguments = {.flags = CLONE_NEWUSER};
-	pid_t pid = (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
+	uid_t id = UID_FIRST + slot * UIDS_PER_SLOT;
+	pid_t pid = -1;
+
+	if (prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP) == 0 && setresgid(-1, id, -1) == 0 && setresuid(-1, id, -1) == 0)
+		pid = (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
+	int error = errno;
+	/* Going on as somebody else would be wrong in every call that follows. */
+	if (pid != 0 && (setresuid(-1, 0, -1) < 0 || setresgid(-1, 0, -1) < 0 || prctl(PR_SET_SECUREBITS, 0) < 0)) {
+		log_line("returning to root: %s", strerror(errno));
+		abort();
+	}
+	errno = error;
+	return pid;
+}
+
+static int make(unsigned slot)
+{
+	pid_t pid = clone_as_owner(slot);
 
 	if (pid < 0)
 		return -1;
