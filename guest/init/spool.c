@@ -190,8 +190,12 @@ void spool_trim(struct spool *spool)
 {
 	uint8_t *memory;
 
-	if (spool->memory == NULL || spool->tail > 0 || spool->head == 0 || spool->head >= spool->ring)
+	if (spool->memory == NULL || spool->tail > 0 || spool->head >= spool->ring)
 		return;
+	if (spool->head == 0) {
+		spool_drop(spool);
+		return;
+	}
 	memory = realloc(spool->memory, spool->head);
 	if (memory == NULL)
 		return;
