@@ -7,7 +7,8 @@ import os
 import socket
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol, cast
+from functools import partial
+from typing import cast
 
 from barchan.errors import (
     BackendError,
@@ -57,6 +58,7 @@ class GuestProcess:
 
     __slots__ = (
         "_acked",
+        "_attaching",
         "_connection",
         "ended",
         "exit",
@@ -77,12 +79,14 @@ class GuestProcess:
         self.timed_out = False
         self.ended: asyncio.Future[wire.Exit] = connection.loop.create_future()
         self.readers: list[Reader] = []
+        self._attaching: list[Reader] = []
         self.streams_closed: set[int] = set()
         self._acked = {wire.STDOUT: 0, wire.STDERR: 0}
 
     async def add_reader(self, reader: Reader) -> wire.Spool:
         """Give `reader` the output from its offsets on, nobody anything twice; returns what the spool holds."""
         self.readers.append(reader)
+        self._attaching.append(reader)
         try:
             return await self.follow_again()
         except BaseException:
@@ -94,7 +98,8 @@ class GuestProcess:
         lowest = {stream: min(reader.next_offset[stream] for reader in self.readers) for stream in self._acked}
         self._acked = dict(lowest)
         frame = await self._connection.request(
-            lambda tag: wire.follow(tag, self.handle, lowest[wire.STDOUT], lowest[wire.STDERR])
+            lambda tag: wire.follow(tag, self.handle, lowest[wire.STDOUT], lowest[wire.STDERR]),
+            on_reply=lambda _: self._attaching.clear(),
         )
         return wire.decode_spool(frame.body)
 
@@ -104,15 +109,18 @@ class GuestProcess:
         return len(self.streams_closed) == 2
 
     def remove_reader(self, reader: Reader) -> None:
-        if reader in self.readers:
-            self.readers.remove(reader)
+        for readers in (self.readers, self._attaching):
+            if reader in readers:
+                readers.remove(reader)
 
     def take_output(self, pushed: wire.Output) -> None:
         stream, end = pushed.stream, pushed.offset + len(pushed.data)
         for reader in list(self.readers):
             wanted = reader.next_offset[stream]
-            if end <= wanted:
+            if end <= wanted and pushed.data:
                 continue
+            if pushed.offset > wanted and reader in self._attaching:
+                continue  # pushed before the init knew of this reader: its own bytes come behind the FOLLOW's reply
             skip = max(0, wanted - pushed.offset)
             reader.next_offset[stream] = end
             reader.output(stream, pushed.offset + skip, pushed.data[skip:] if skip else pushed.data)
@@ -201,7 +209,7 @@ class GuestConnection:
         self._ended: OrderedDict[str, GuestProcess] = OrderedDict()
         self._tags = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.Frame]] = {}
-        self._starting: dict[int, tuple[str, Reader | None]] = {}
+        self._on_reply: dict[int, Callable[[wire.Frame], object]] = {}
         self.link: _Link | None = None
         self.on_lost: Callable[[], None] | None = None
         self._gone: Exception | None = None
@@ -254,7 +262,7 @@ class GuestConnection:
 
     def _fail_waiting(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, {}
-        self._starting.clear()
+        self._on_reply.clear()
         for future in waiting.values():
             if not future.done():
                 future.set_exception(error)
@@ -277,9 +285,9 @@ class GuestConnection:
             self._retire(process)
 
     def _take_reply(self, frame: wire.Frame) -> None:
-        starting = self._starting.pop(frame.tag, None)
-        if starting is not None and frame.kind != wire.ERROR:
-            self._register(starting[0], wire.decode_started(frame.body), starting[1])
+        on_reply = self._on_reply.pop(frame.tag, None)
+        if on_reply is not None and frame.kind != wire.ERROR:
+            on_reply(frame)
         future = self._waiting.pop(frame.tag, None)
         if future is not None and not future.done():
             future.set_result(frame)
@@ -317,8 +325,14 @@ class GuestConnection:
             raise ConnectionLost("there is no connection to the guest init now")
         self.link.transport.write(data)
 
-    async def request(self, make: "RequestMaker", *, timeout_s: float = REPLY_TIMEOUT_S) -> wire.Frame:
-        """Send one request and return its reply.
+    async def request(
+        self,
+        make: Callable[[int], bytes],
+        *,
+        timeout_s: float = REPLY_TIMEOUT_S,
+        on_reply: Callable[[wire.Frame], object] | None = None,
+    ) -> wire.Frame:
+        """Send one request and return its reply. `on_reply` sees the reply before any frame behind it is read.
 
         Raises:
             ConnectionLost: No answer because the connection went; the request may or may not have been carried out.
@@ -326,11 +340,11 @@ class GuestConnection:
             OSError: The init's ERROR, with its errno.
         """
         tag = next(self._tags) & 0x7FFFFFFF
-        return await self._exchange(tag, make(tag), timeout_s)
-
-    async def _exchange(self, tag: int, data: bytes, timeout_s: float) -> wire.Frame:
+        data = make(tag)
         future: asyncio.Future[wire.Frame] = self.loop.create_future()
         self._waiting[tag] = future
+        if on_reply is not None:
+            self._on_reply[tag] = on_reply
         timer = self.loop.call_later(timeout_s, _expire, future, timeout_s)
         try:
             self.send(data)
@@ -338,6 +352,7 @@ class GuestConnection:
         finally:
             timer.cancel()
             self._waiting.pop(tag, None)
+            self._on_reply.pop(tag, None)
         if frame.kind == wire.ERROR:
             number, message = wire.decode_error(frame.body)
             raise OSError(number, message)
@@ -349,19 +364,18 @@ class GuestConnection:
         Raises:
             Conflict: The id was used for something else.
         """
-        tag = next(self._tags) & 0x7FFFFFFF
-        self._starting[tag] = (start.process_id, reader)
+        found: list[tuple[GuestProcess, bool]] = []
+
+        def register(frame: wire.Frame) -> None:
+            started = wire.decode_started(frame.body)
+            found.append((self._register(start.process_id, started, reader), started.existing))
+
         try:
-            frame = await self._exchange(tag, start.encode(tag), REPLY_TIMEOUT_S)
+            await self.request(start.encode, on_reply=register)
         except OSError as error:
             raise _start_error(error, start.process_id) from error
-        finally:
-            self._starting.pop(tag, None)
-        started = wire.decode_started(frame.body)
-        process = self.processes.get(started.handle)
-        if process is None:  # it ended and was retired between the reply and this line
-            process = self._register(start.process_id, started, None)
-        if started.existing and reader is not None:
+        ((process, existing),) = found
+        if existing and reader is not None:
             await process.add_reader(reader)
         return process
 
@@ -395,7 +409,7 @@ class GuestConnection:
         found: list[wire.Listed] = []
         while True:
             first = found[-1].handle + 1 if found else 0
-            page = wire.decode_list((await self.request(lambda tag, at=first: wire.list_from(tag, at))).body)
+            page = wire.decode_list((await self.request(partial(wire.list_from, first))).body)
             found += page
             if len(page) < 1000:
                 return found
@@ -406,10 +420,6 @@ class GuestConnection:
     @property
     def running(self) -> int:
         return sum(process.exit is None for process in self.processes.values())
-
-
-class RequestMaker(Protocol):
-    def __call__(self, tag: int, /) -> bytes: ...
 
 
 def _expire(future: asyncio.Future[wire.Frame], timeout_s: float) -> None:

@@ -309,7 +309,7 @@ def lookup(tag: int, process_id: str) -> bytes:
     return frame(Request.LOOKUP, tag, text(process_id))
 
 
-def list_from(tag: int, first_handle: int) -> bytes:
+def list_from(first_handle: int, tag: int) -> bytes:
     return frame(Request.LIST, tag, _U32.pack(first_handle))
 
 

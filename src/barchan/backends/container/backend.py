@@ -89,8 +89,12 @@ class ContainerHandle:
     async def platform_leaf(self) -> None:
         async with self._platform:
             if not self._has_platform:
-                answer = await self._backend.request("leaf", id=self.sandbox_id)
-                await self.guest.reconnect(self._backend.take_socket(answer))
+                self.guest.on_lost = None  # the connection is about to be replaced: no loss
+                try:
+                    answer = await self._backend.request("leaf", id=self.sandbox_id)
+                    await self.guest.reconnect(self._backend.take_socket(answer))
+                finally:
+                    self.guest.on_lost = self._recover
                 self._has_platform = True
 
     def oom_kills(self) -> int:
