@@ -51,6 +51,7 @@ class ImageStore:
         self._templates = root / "templates"
         self._layers = root / "layers"
         self._tmp = root / "tmp"
+        self._read_before: dict[Path, tuple[tuple[int, int, int], Template]] = {}
 
     def templates(self) -> list[Template]:
         """Every template, by name."""
@@ -73,7 +74,7 @@ class ImageStore:
             BlobCorrupt: Its file is damaged, or of a newer release.
         """
         if len(_file_name(name_or_digest)) <= FILE_NAME_MAX:
-            template = _read(self._template_path(name_or_digest))
+            template = self._read_cached(self._template_path(name_or_digest))
             if template is not None:
                 return template
         digest = name_or_digest.removeprefix("sha256:")
@@ -143,6 +144,21 @@ class ImageStore:
             _sync_directory(self._templates)
             self._sweep_layers()
         return template
+
+    def _read_cached(self, path: Path) -> Template | None:
+        """As `_read`; a file that is the same as last time is not read again, since every create asks."""
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return None
+        version = (found.st_ino, found.st_mtime_ns, found.st_size)
+        known = self._read_before.get(path)
+        if known is None or known[0] != version:
+            template = _read(path)
+            if template is None:
+                return None
+            known = self._read_before[path] = (version, template)
+        return known[1]
 
     def _template_path(self, name: str) -> Path:
         return self._templates / _file_name(name)

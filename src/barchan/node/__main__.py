@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import fcntl
+import gc
 import os
 import resource
 import secrets
@@ -148,6 +149,9 @@ async def _run(arguments: argparse.Namespace) -> None:
     given = {name: value for name in LIMITS if (value := getattr(arguments, name)) is not None}
     limits = replace(default_limits(), **given)
     sandboxes = Sandboxes(arguments.state_dir, limits, version, tuple(arguments.weaken))
+    gc.collect()
+    gc.freeze()  # what is loaded now stays: collections need not walk it again and again
+    gc.set_threshold(50_000, 20, 50)
     await _serve(arguments, sandboxes)
 
 

@@ -41,12 +41,12 @@ class Defaults:
 class Processes:
     """The programs of one sandbox. Deadlines are the node's; the init's backstop comes a little later."""
 
-    def __init__(self, handle: Handle, defaults: Defaults) -> None:
+    def __init__(self, handle: Handle, defaults: Defaults, *, is_new: bool) -> None:
         self._handle = handle
         self._guest = handle.guest
         self._defaults = defaults
         self._oom_killed: set[str] = set()
-        self._oom_seen = handle.oom_kills()
+        self._oom_seen = 0 if is_new else handle.oom_kills()
         self._feeders: set[asyncio.Task[None]] = set()
         self.active = 0  # requests being served, for the idle timeout
 

@@ -60,11 +60,11 @@ class Live:
         self.files: Files
         self.network: Network | None = None
 
-    def equip(self, handle: Handle) -> None:
+    def equip(self, handle: Handle, *, is_new: bool) -> None:
         self.is_equipped = True
         self.handle = handle
         self.defaults = Defaults(self.spec, self.template, Network.env(self.spec))
-        self.processes = Processes(handle, self.defaults)
+        self.processes = Processes(handle, self.defaults, is_new=is_new)
         self.files = Files(handle, self.processes, self.defaults)
 
     def info(self, node_id: str) -> SandboxInfo:
@@ -138,7 +138,7 @@ class Sandboxes:
             await backend.discard(row.sandbox_id)
             return
         live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
-        live.equip(handle)
+        live.equip(handle, is_new=False)
         self.live[live.sandbox_id] = live
         if row.spec.create_id:
             self.by_create[row.spec.create_id] = live
@@ -239,7 +239,7 @@ class Sandboxes:
                 self.live[live.sandbox_id] = live
                 backend = await self.backend(live.spec.backend)
                 self.journal.begin(live.sandbox_id, live.spec, live.template)
-                live.equip(await backend.create(live.sandbox_id, live.spec, live.template))
+                live.equip(await backend.create(live.sandbox_id, live.spec, live.template), is_new=True)
                 await self._finish_boot(live)
                 live.create_ms = (time.monotonic() - began) * 1e3
         except BaseException as error:
@@ -271,15 +271,15 @@ class Sandboxes:
             asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire, live, "ttl")
 
     async def _find_shell(self, live: Live) -> str:
-        """The best shell of the template, asked of its first sandbox."""
+        """The best shell of the template, asked of its first sandbox; /bin/sh when it has none."""
         for shell in SHELL_NAMES:
             try:
                 await live.files.stat(shell, "root")
             except NotFound:
                 continue
-            self._shells[live.template.digest] = shell
-            return shell
-        return SHELL_NAMES[-1]
+            break
+        self._shells[live.template.digest] = shell
+        return shell
 
     # finding
 

@@ -20,6 +20,7 @@ from barchan.wire.api import MSGPACK
 CONNECT_TIMEOUT_S = 10.0
 IDLE_CONNECTIONS_MAX = 64
 _IDLE_REUSE_S = 15.0  # well below the time after which servers close an idle connection
+_RECEIVE_BYTES = 64 << 10
 _BUFFER_BYTES = 256 << 10  # the most a response head may have; twice this is read ahead of a slow reader
 _PIECE_BYTES = 1 << 20
 _QUEUE_FULL_S = 0.005
@@ -184,7 +185,7 @@ class Pool:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if path is not None:
                     unix = await _unix_socket(path)
-                    reader, writer = await asyncio.open_unix_connection(sock=unix, limit=_BUFFER_BYTES)
+                    reader, writer = await _open_unix(unix)
                 else:
                     host, port = self._endpoint.host_port
                     reader, writer = await asyncio.open_connection(host, port, limit=_BUFFER_BYTES)
@@ -227,6 +228,28 @@ class Pool:
     async def close(self) -> None:
         writers = self.close_nowait()
         await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+
+
+class _Receiver(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
+    """Receives into one buffer of its own: asyncio would map and unmap 256 KiB for every answer, however short."""
+
+    def __init__(self, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(reader, loop=loop)
+        self._reader = reader
+        self._into = memoryview(bytearray(_RECEIVE_BYTES))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._into
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._reader.feed_data(self._into[:nbytes])
+
+
+async def _open_unix(unix: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=_BUFFER_BYTES, loop=loop)
+    transport, protocol = await loop.create_unix_connection(lambda: _Receiver(reader, loop), sock=unix)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 async def _unix_socket(path: str) -> socket.socket:
