@@ -44,6 +44,7 @@ COMMANDS = {
     "kill": ("barchan.cli.kill:kill", "End sandboxes."),
     "up": ("barchan.cli.up:up", "Run a node in the foreground, with an HTTP address."),
     "rollout": ("barchan.cli.rollout:app", "Run tasks as rollouts and report their verdicts."),
+    "trajectory": ("barchan.cli.trajectory:app", "Show, check and export the logs of rollouts."),
     "bench": ("barchan.cli.bench:app", "Measure this machine's sandboxes."),
 }
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from barchan.errors import BackendError, BlobCorrupt, NotFound
 from barchan.trajectory.format import FORMAT, GENESIS, BadLine, Entry, Header, unseal
+from barchan.trajectory.ids import Ids
 from barchan.trajectory.values import from_json
 
 
@@ -23,6 +24,7 @@ class Chain:
         self.epoch = -1
         self.size_bytes = 0
         self.open_intents: dict[int, Entry] = {}
+        self.ids = Ids()
 
     def take(self, line: bytes) -> Entry:
         """Check one whole line and move on; bodies come back as they were given to the writer.
@@ -36,8 +38,9 @@ class Chain:
         if entry.prev_hash != self.head_hash:
             raise BadLine("it does not continue the line before it")
         self._check(entry)
+        body = self.ids.unfold(entry.seq, entry.kind, entry.body, entry.of)
         try:
-            entry = replace(entry, body=from_json(entry.body))
+            entry = replace(entry, body=from_json(body))
         except (ValueError, msgspec.ValidationError, RecursionError) as error:
             raise BadLine(f"its body holds a value that is none: {error}") from error
         self.advance(entry, digest, len(line))
@@ -131,7 +134,7 @@ def read(path: Path) -> Iterator[Entry]:
         try:
             yield from scan(file, chain)
         except BadLine as error:
-            raise BlobCorrupt(f"{path}: entry {chain.next_seq}: {error}", seq=chain.next_seq) from error
+            raise _broken(path, chain, error) from error
 
 
 def load(path: Path) -> Trajectory:
@@ -146,7 +149,7 @@ def load(path: Path) -> Trajectory:
         try:
             entries = list(scan(file, chain))
         except BadLine as error:
-            raise BlobCorrupt(f"{path}: entry {chain.next_seq}: {error}", seq=chain.next_seq) from error
+            raise _broken(path, chain, error) from error
         torn_bytes = file.seek(0, 2) - chain.size_bytes
     if chain.header is None:
         raise BlobCorrupt(f"{path}: it holds no header", seq=0)
@@ -187,10 +190,15 @@ def verify(path: Path, *, head_hash: str | None = None) -> Verification:
     )
 
 
+def _broken(path: Path, chain: Chain, error: BadLine) -> BlobCorrupt:
+    seq = chain.next_seq
+    return BlobCorrupt(f"{path}: entry {seq}: {error} (try: barchan trajectory verify)", seq=seq)
+
+
 def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except FileNotFoundError as error:
-        raise NotFound(f"there is no trajectory log {path}") from error
+        raise NotFound(f"there is no trajectory log {path} (try: a run's folder)") from error
     except OSError as error:
         raise BackendError(f"the trajectory log {path} can't be read: {error.strerror}") from error

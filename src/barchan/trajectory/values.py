@@ -11,6 +11,7 @@ from msgspec import Struct
 INLINE_BYTES_MAX = 64 << 10
 DEPTH_MAX = 32
 INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
+_NUMBERS = ({int}, {float}, {int, float})
 
 
 class Cut(Struct, frozen=True, kw_only=True):
@@ -49,9 +50,8 @@ def to_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Struct):
         return {_key(key): to_json(item, depth + 1) for key, item in msgspec.structs.asdict(value).items()}
     if isinstance(value, list | tuple):
-        # Token ids and log-probs: long, flat, and written as they are.
-        if value and all(type(item) is float or (type(item) is int and 0 <= item <= INT_MAX) for item in value):
-            return value
+        if set(map(type, value)) in _NUMBERS and min(value) >= INT_MIN and max(value) <= INT_MAX:
+            return value  # token ids and log-probs: long, flat, and written as they are
         return [to_json(item, depth + 1) for item in value]
     raise TypeError(f"a {type(value).__name__} can't be logged")
 
@@ -98,7 +98,7 @@ def _text(text: str) -> Any:
 
 
 class _Blob(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Bytes in a line: `data`, or `head` and `tail`; each as text where it is UTF-8, so that the log can be searched."""
+    """Bytes in a line: `data`, or `head` and `tail`; as text where it is UTF-8, so that the log can be searched."""
 
     size: int
     sha256: str

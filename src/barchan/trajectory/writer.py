@@ -163,7 +163,7 @@ class TrajectoryWriter:
             epoch=epoch,
             unix_ns=time.time_ns(),
             mono_ns=time.monotonic_ns(),
-            body=body,
+            body=self._chain.ids.fold(self._chain.next_seq, kind, body, of),
             prev_hash=self._chain.head_hash,
         )
         line, digest = seal(entry)

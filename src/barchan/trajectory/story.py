@@ -1,0 +1,153 @@
+"""A log told to a person: one line per thing that happened, and the rollout in numbers."""
+
+from collections import Counter
+from typing import Any
+
+from msgspec import Struct
+
+from barchan.trajectory.atif import output_text, sandbox_line
+from barchan.trajectory.reader import Trajectory
+from barchan.trajectory.spans import Span, as_text, spans, tokens
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """One thing that happened.
+
+    Attributes:
+        at_s: Since the log's start.
+        nested: It happened during the tool call or grading above it.
+        text: What it was; `detail` is what it said or gave, whole.
+        good: False for what failed or whose end is not known.
+    """
+
+    seq: int
+    at_s: float
+    nested: bool
+    text: str
+    detail: str = ""
+    good: bool = True
+
+
+class Account(Struct, frozen=True, kw_only=True):
+    """A rollout in numbers. `turns` are the policy's model calls; `reward` is None where nothing was scored."""
+
+    rollout_id: str
+    run_id: str
+    task_id: str
+    policy: str
+    epoch: int
+    entries: int
+    turns: int
+    tool_calls: int
+    execs: int
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    status: str
+    reward: float | None
+    cause: str
+    open_intents: tuple[int, ...]
+    torn_bytes: int
+
+
+def account(log: Trajectory) -> Account:
+    found = spans(log.entries)
+    counts = Counter(span.kind for span in found)
+    turns = [tokens(span.body) for span in found if span.kind == "model_call" and span.inside is None]
+    verdict: dict[str, Any] = next((span.body for span in reversed(found) if span.kind == "verdict"), {})
+    reward = verdict.get("reward")
+    header = log.header
+    return Account(
+        rollout_id=header.rollout_id,
+        run_id=header.run_id,
+        task_id=header.task_id,
+        policy=header.policy,
+        epoch=header.epoch,
+        entries=len(log.entries),
+        turns=len(turns),
+        tool_calls=counts["tool_call"],
+        execs=counts["exec"],
+        prompt_tokens=sum(prompt or 0 for prompt, _ in turns),
+        completion_tokens=sum(completion or 0 for _, completion in turns),
+        seconds=round(max([_started_s(log), *(span.end_ns / 1e9 for span in found)]) - _started_s(log), 6),
+        status=as_text(verdict.get("status")) or ("cancelled" if counts["cancel"] else "unfinished"),
+        reward=float(reward) if isinstance(reward, int | float) else None,
+        cause=as_text(verdict.get("cause")),
+        open_intents=tuple(entry.seq for entry in log.open_intents),
+        torn_bytes=log.torn_bytes,
+    )
+
+
+def story(log: Trajectory) -> list[Line]:
+    """Everything that happened, in order."""
+    started_s = _started_s(log)
+    return [
+        Line(
+            seq=span.seq,
+            at_s=round(span.start_ns / 1e9 - started_s, 6),
+            nested=span.inside is not None,
+            text=_text(span),
+            detail=_detail(span),
+            good=span.known and _good(span.body),
+        )
+        for span in spans(log.entries)
+    ]
+
+
+def _started_s(log: Trajectory) -> float:
+    return log.entries[0].unix_ns / 1e9
+
+
+def _text(span: Span) -> str:
+    body = span.body
+    took = f"{span.seconds * 1e3:.1f} ms" if span.known else "no result in the log"
+    match span.kind:
+        case "message":
+            return f"{as_text(body.get('role')) or 'message'}:"
+        case "observation":
+            return "observation:"
+        case "model_call":
+            prompt, completion = ("?" if count is None else count for count in tokens(body))
+            version = body.get("policy_version")
+            policy = "" if version is None else f", policy version {as_text(version)}"
+            return f"model: {prompt} tokens in, {completion} out, {took}{policy}"
+        case "tool_call":
+            return f"tool {as_text(body.get('name'))} {_flat(body.get('arguments'))} -> {_end(body)}{took}"
+        case "exec" | "file_write" | "file_read":
+            return f"{sandbox_line(span)} -> {_end(body)}{took}"
+        case "grade":
+            return f"grade: {_end(body)}{took}"
+        case "verdict":
+            reward = body.get("reward")
+            told = f"verdict: {as_text(body.get('status'))}, {as_text(body.get('cause'))}"
+            return told if reward is None else f"{told}, reward {reward}"
+        case "cancel" | "note":
+            return f"{span.kind}: {_flat(body)}"
+
+
+def _end(body: dict[str, Any]) -> str:
+    facts = [as_text(body["status"])] if body.get("status") else []
+    facts += [f"exit code {body['exit_code']}"] if body.get("exit_code") is not None else []
+    facts += [name.replace("_", " ") for name in ("timed_out", "oom_killed", "truncated") if body.get(name)]
+    if body.get("error"):
+        facts.append(f"error {_flat(body['error'])}")
+    return "".join(f"{fact}, " for fact in facts)
+
+
+def _detail(span: Span) -> str:
+    body = span.body
+    if span.kind == "model_call":
+        return as_text(body.get("text"))
+    if span.kind in ("message", "observation", "tool_call", "exec", "file_read"):
+        return output_text(body)
+    return as_text(body.get("data")) if span.kind == "file_write" else ""
+
+
+def _good(body: dict[str, Any]) -> bool:
+    return not any(body.get(name) for name in ("exit_code", "timed_out", "oom_killed", "error"))
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={_flat(item)}" for key, item in value.items())
+    return as_text(value)
