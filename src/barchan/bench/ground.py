@@ -17,7 +17,8 @@ from barchan.image.template import TemplateConfig
 
 TEMPLATE = "bench"
 PROGRAMS = ("payload", "true", "pause")
-_CFLAGS = ("-O2", "-static", "-std=gnu11", "-Wall", "-Wextra", "-Werror")
+DYNAMIC = "true-dynamic"  # linked like most programs are, with the host's own C library beside it
+_CFLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror")
 
 
 class Ground(Struct, frozen=True, kw_only=True):
@@ -57,6 +58,8 @@ def prepare(sources: Path) -> Iterator[Ground]:
         _compile(musl or "cc", sources / "init.c", programs / "bare-init", *include)
         for program in PROGRAMS:
             _compile("cc", sources / f"{program}.c", rootfs / program)
+        _compile("cc", sources / "true.c", rootfs / DYNAMIC, static=False)
+        _copy_libraries(rootfs / DYNAMIC, rootfs)
         for mount_point in ("proc", "sys", "dev", "tmp", "etc", "run"):
             (rootfs / mount_point).mkdir()
         (rootfs / "etc" / "passwd").write_text("root:x:0:0:root:/:/true\nagent:x:1000:1000::/:/true\n")
@@ -73,8 +76,18 @@ def _multiarch() -> tuple[str, ...]:
     return ("-idirafter", f"/usr/include/{name}") if name else ()
 
 
-def _compile(compiler: str, source: Path, target: Path, *options: str) -> None:
-    command = [compiler, *options, *_CFLAGS, "-o", os.fspath(target), os.fspath(source)]
+def _copy_libraries(program: Path, rootfs: Path) -> None:
+    """Put the loader and libraries that a program names where it looks for them."""
+    listed = subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout
+    for path in (word for line in listed.splitlines() for word in line.split() if word.startswith("/")):
+        target = rootfs / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+
+
+def _compile(compiler: str, source: Path, target: Path, *options: str, static: bool = True) -> None:
+    link = ("-static",) if static else ()
+    command = [compiler, *options, *_CFLAGS, *link, "-o", os.fspath(target), os.fspath(source)]
     try:
         subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 import barchan
-from barchan.bench.ground import TEMPLATE
+from barchan.bench.ground import DYNAMIC, TEMPLATE
 from barchan.bench.peers import Samples
 from barchan.model.sandbox import SandboxSpec
 from barchan.sdk.aio.client import AsyncClient
@@ -45,13 +45,13 @@ async def cycle(client: AsyncClient, count: int) -> Samples:
     return samples
 
 
-async def execs(client: AsyncClient, count: int) -> Samples:
+async def execs(client: AsyncClient, count: int, program: str = "true") -> Samples:
     """The cheapest program, again and again in one sandbox."""
     samples = Samples()
     async with await client.create(SPEC) as sandbox:
         for index in range(count + WARM_UP):
             began_ns = time.monotonic_ns()
-            (await sandbox.exec(["/true"])).check()
+            (await sandbox.exec([f"/{program}"])).check()
             if index >= WARM_UP:
                 samples.exec_ms.append(_ms_since(began_ns))
     return samples
@@ -63,7 +63,12 @@ async def burst(client: AsyncClient, count: int) -> Samples:
     return Samples(create_ms=[create_ms for _, create_ms in made])
 
 
-MODES = {"cycle": cycle, "execs": execs, "burst": burst}
+async def dynamic_execs(client: AsyncClient, count: int) -> Samples:
+    """The same for a program that is linked dynamically."""
+    return await execs(client, count, DYNAMIC)
+
+
+MODES = {"dynamic-execs": dynamic_execs, "cycle": cycle, "execs": execs, "burst": burst}
 
 
 async def _main(mode: str, state_dir: Path, count: int) -> Samples:

@@ -62,10 +62,10 @@ def bare(ground: Ground, count: int, workers: int) -> Bare:
     return msgspec.json.decode(output.splitlines()[-1], type=Bare)
 
 
-def fork_exec(ground: Ground, count: int) -> Samples:
+def fork_exec(ground: Ground, count: int, program: str) -> Samples:
     """fork, execve and wait, in C."""
     output = subprocess.run(
-        [ground.programs / "forkexec", str(count), ground.rootfs / "true"], check=True, stdout=subprocess.PIPE
+        [ground.programs / "forkexec", str(count), ground.rootfs / program], check=True, stdout=subprocess.PIPE
     ).stdout
     return Samples(exec_ms=[int(line) / 1e6 for line in output.split()])
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 import barchan
 from barchan.bench import peers
-from barchan.bench.ground import Ground
+from barchan.bench.ground import DYNAMIC, Ground
 from barchan.bench.launcher import SPEC
 from barchan.bench.peers import Bare, Samples
 from barchan.bench.statistics import Bar, Percentiles
@@ -20,6 +20,13 @@ from barchan.errors import BarchanError
 
 BALLAST_MIB = 500
 ROUNDS = 4
+CONTENDERS = (
+    "barchan",
+    "barchan, 500 MB client",
+    "barchan, dynamic program",
+    "fork+exec",
+    "fork+exec, dynamic program",
+)
 Say = Callable[[str], None]
 
 
@@ -57,7 +64,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
 def run(ground: Ground, count: int, idle_count: int, say: Say) -> Report:
     """Measure everything; the contenders take turns, so that a slow spell of the machine meets all of them."""
-    samples: dict[str, Samples] = {name: Samples() for name in ("barchan", "barchan, 500 MB client", "fork+exec")}
+    samples: dict[str, Samples] = {name: Samples() for name in CONTENDERS}
     bares: list[Bare] = []
     absent = peers.missing()
     share = max(5, count // ROUNDS)
@@ -66,7 +73,9 @@ def run(ground: Ground, count: int, idle_count: int, say: Say) -> Report:
         samples["barchan"].add(_launch(ground, "cycle", share, 0)[0])
         bares.append(peers.bare(ground, share, 1))
         samples["barchan"].add(_launch(ground, "execs", share, 0)[0])
-        samples["fork+exec"].add(peers.fork_exec(ground, share))
+        samples["fork+exec"].add(peers.fork_exec(ground, share, "true"))
+        samples["barchan, dynamic program"].add(_launch(ground, "dynamic-execs", share, 0)[0])
+        samples["fork+exec, dynamic program"].add(peers.fork_exec(ground, share, DYNAMIC))
         samples["barchan, 500 MB client"].add(_launch(ground, "cycle", share, BALLAST_MIB)[0])
         samples["barchan, 500 MB client"].add(_launch(ground, "execs", share, BALLAST_MIB)[0])
         for name, measure in peers.PEERS.items():
@@ -158,9 +167,9 @@ def _free_kib() -> int:
 
 def _inits() -> list[int]:
     found = []
-    for path in Path("/proc").glob("[0-9]*/comm"):
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if path.read_text().strip() == "barchan-init":
+            if path.read_bytes().startswith(b"barchan-init\0"):
                 found.append(int(path.parent.name))
         except OSError:
             continue  # ended meanwhile
@@ -186,40 +195,27 @@ def _shut_down(ground: Ground) -> None:
 def _bars(
     latency: dict[str, dict[str, Percentiles]], bare: Bare, rates: list[Rates], idle: Idle, burst_ms: Percentiles
 ) -> list[Bar]:
-    ours = latency["barchan"]
-    heavy = latency["barchan, 500 MB client"]
+    create = {name: columns["create"].p50 for name, columns in latency.items() if "create" in columns}
+    exec_ = {name: columns["exec"].p50 for name, columns in latency.items() if "exec" in columns}
+    bare_ms = bare.create_us_p50 / 1e3
+    heavy = "barchan, 500 MB client"
     bars = [
+        Bar(name="create over bare kernel calls", value=create["barchan"] / bare_ms, bound=1.5),
+        Bar(name="the same with a 500 MB client", value=create[heavy] / bare_ms, bound=1.5),
+        Bar(name="exec over fork+exec, static program", value=exec_["barchan"] / exec_["fork+exec"], bound=2.0),
+        Bar(name="the same with a 500 MB client", value=exec_[heavy] / exec_["fork+exec"], bound=2.0),
         Bar(
-            name="create, p50 against bare kernel calls",
-            value=ours["create"].p50 / (bare.create_us_p50 / 1e3),
-            bound=1.5,
-        ),
-        Bar(name="exec, p50 against fork+exec", value=ours["exec"].p50 / latency["fork+exec"]["exec"].p50, bound=2.0),
-        Bar(
-            name="rate with both cores, share of bare", value=rates[1].barchan / rates[1].bare, bound=0.7, at_most=False
-        ),
-        Bar(name="idle sandbox beyond its processes, MiB", value=idle.beyond_processes_mib, bound=1.5),
-        Bar(name="burst, p99 over p50", value=burst_ms.p99 / burst_ms.p50, bound=3.0),
-        Bar(
-            name="create with a 500 MB client, p50 against bare",
-            value=heavy["create"].p50 / (bare.create_us_p50 / 1e3),
-            bound=1.5,
-        ),
-        Bar(
-            name="exec with a 500 MB client, p50 against fork+exec",
-            value=heavy["exec"].p50 / latency["fork+exec"]["exec"].p50,
+            name="exec over fork+exec, dynamic program",
+            value=exec_["barchan, dynamic program"] / exec_["fork+exec, dynamic program"],
             bound=2.0,
         ),
+        Bar(name="rate with 2 launchers over bare", value=rates[1].barchan / rates[1].bare, bound=0.7, at_most=False),
+        Bar(name="MiB of an idle sandbox beyond its processes", value=idle.beyond_processes_mib, bound=1.5),
+        Bar(name="burst, p99 over p50", value=burst_ms.p99 / burst_ms.p50, bound=3.0),
     ]
     if "crun" in latency:
-        crun = latency["crun"]
         bars += [
-            Bar(
-                name="crun run over create, p50",
-                value=crun["create"].p50 / ours["create"].p50,
-                bound=2.0,
-                at_most=False,
-            ),
-            Bar(name="crun exec over exec, p50", value=crun["exec"].p50 / ours["exec"].p50, bound=4.0, at_most=False),
+            Bar(name="crun run over create", value=create["crun"] / create["barchan"], bound=2.0, at_most=False),
+            Bar(name="crun exec over exec", value=exec_["crun"] / exec_["barchan"], bound=4.0, at_most=False),
         ]
     return bars
