@@ -28,7 +28,7 @@ from barchan.trajectory.reader import Trajectory, load, read, verify
 from barchan.trajectory.spans import plain
 from barchan.trajectory.story import Account, account, story
 
-app = App(name="trajectory", help="Show, check and export the logs of rollouts.", help_format="plaintext")
+app = App(name="trajectory", help_format="plaintext")
 
 LINES_MAX = 12  # of an output in `show`, half of them from its end
 Logs = Annotated[Path, Parameter(help="A log, or a folder with logs in it, such as a run's.")]

@@ -5,6 +5,7 @@ from typing import Any
 
 from barchan.trajectory.reader import Trajectory
 from barchan.trajectory.spans import Span, as_text, plain, spans
+from barchan.trajectory.values import are_numbers
 
 NAMES = {"model_call": "model wait", "file_write": "write", "file_read": "read"}
 INSTANTS = frozenset(("message", "observation", "verdict", "cancel", "note"))
@@ -89,7 +90,7 @@ def _arguments(body: dict[str, Any]) -> dict[str, Any]:
     """Small facts only: a list of token ids becomes its length, a long text its start."""
     shown: dict[str, Any] = {}
     for key, value in plain(body).items():
-        if isinstance(value, list) and value and isinstance(value[0], int | float):
+        if isinstance(value, list) and are_numbers(value):
             shown[f"{key}_count"] = len(value)
         elif isinstance(value, str):
             shown[key] = value[:TEXT_MAX]

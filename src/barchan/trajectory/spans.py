@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import Struct
 
 from barchan.trajectory.format import Entry, Kind
-from barchan.trajectory.values import Cut
+from barchan.trajectory.values import Cut, are_numbers
 
 ENCLOSING = ("tool_call", "grade")
 
@@ -111,7 +111,7 @@ def plain(value: Any) -> Any:
         return as_text(value)
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list) and not (value and type(value[0]) in (int, float)):
+    if isinstance(value, list) and not are_numbers(value):
         return [plain(item) for item in value]
     return value
 

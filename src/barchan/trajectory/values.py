@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,11 @@ INLINE_BYTES_MAX = 64 << 10
 DEPTH_MAX = 32
 INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
 _NUMBERS = ({int}, {float}, {int, float})
+
+
+def are_numbers(values: Sequence[Any]) -> bool:
+    """Whether a sequence is nothing but numbers, as token ids and log-probs are: it needs no look at each."""
+    return set(map(type, values)) in _NUMBERS
 
 
 class Cut(Struct, frozen=True, kw_only=True):
@@ -50,7 +55,7 @@ def to_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Struct):
         return {_key(key): to_json(item, depth + 1) for key, item in msgspec.structs.asdict(value).items()}
     if isinstance(value, list | tuple):
-        if set(map(type, value)) in _NUMBERS and min(value) >= INT_MIN and max(value) <= INT_MAX:
+        if are_numbers(value) and min(value) >= INT_MIN and max(value) <= INT_MAX:
             return value  # token ids and log-probs: long, flat, and written as they are
         return [to_json(item, depth + 1) for item in value]
     raise TypeError(f"a {type(value).__name__} can't be logged")
@@ -63,7 +68,7 @@ def from_json(value: Any) -> Any:
         ValueError, msgspec.ValidationError: `to_json` did not write this.
     """
     if isinstance(value, list):
-        return value if value and type(value[0]) in (int, float) else [from_json(item) for item in value]
+        return value if are_numbers(value) else [from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:

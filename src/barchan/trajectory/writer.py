@@ -53,7 +53,8 @@ class TrajectoryWriter:
                 raise Conflict(f"the trajectory log {path} is there already")
             os.ftruncate(writer._fd, 0)  # the torn first line of a writer that was killed
             writer._write_header(header)
-            _sync_folder(path.parent)
+            if durable:
+                _sync_folder(path.parent)
         return writer
 
     @classmethod
@@ -123,6 +124,7 @@ class TrajectoryWriter:
         with _translated(self.path):
             try:
                 os.fsync(self._fd)
+                _sync_folder(self.path.parent)
             finally:
                 self._release()
 
