@@ -121,16 +121,14 @@ class _Steps:
         prompt_tokens, completion_tokens = tokens(body)
         self._prompt_tokens += prompt_tokens or 0
         self._completion_tokens += completion_tokens or 0
-        logprobs = body.get("logprobs")
-        whole = isinstance(logprobs, list) and all(isinstance(item, int | float) for item in logprobs)
         metrics = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
-            "prompt_token_ids": body.get("prompt_ids"),
-            "completion_token_ids": body.get("completion_ids"),
-            "logprobs": logprobs if whole else None,
+            "prompt_token_ids": _numbers(body.get("prompt_ids"), {int}),
+            "completion_token_ids": _numbers(body.get("completion_ids"), {int}),
+            "logprobs": _numbers(body.get("logprobs"), {int, float}),
         }
-        step["metrics"] = {key: value for key, value in metrics.items() if value is not None and value != []}
+        step["metrics"] = _given(metrics)
         step["llm_call_count"] = 1
         kept = {name: plain(body.get(name)) for name in ("policy_version", "finish_reason", "sampling", "error")}
         step["extra"] = _given({"seq": span.seq, "known": span.known, **kept})
@@ -148,7 +146,8 @@ class _Steps:
 
     def _calls(self, step: dict[str, Any], body: dict[str, Any]) -> None:
         """The calls that a model's answer holds: ours, or in the form of OpenAI's chat completions."""
-        for call in body.get("tool_calls") or []:
+        calls = body.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
             if isinstance(call, dict):
                 function = call.get("function")
                 inner = function if isinstance(function, dict) else call
@@ -225,6 +224,11 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     if value is None:
         return {}
     return value if isinstance(value, dict) else {"raw": value}
+
+
+def _numbers(values: Any, types: set[type]) -> list[Any] | None:
+    """A list of such numbers only; a log-prob that was no number is `null` in the log, and ATIF has no place for it."""
+    return values if isinstance(values, list) and values and set(map(type, values)) <= types else None
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
