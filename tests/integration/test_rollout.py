@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import barchan
-from barchan.rollout.attempt import RunSettings
+from barchan.rollout.calls import Observation, call_to
 from barchan.rollout.graders import functions
 from barchan.rollout.graders.functions import GradingLimits
-from barchan.rollout.policies import Answer, NopPolicy, OraclePolicy, Policy
+from barchan.rollout.policies import NopPolicy, OraclePolicy, Policy, Step
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.runner import Runner
+from barchan.rollout.settings import RunSettings
 from barchan.rollout.store import read_rollouts
 from barchan.rollout.task import Task
 from barchan.rollout.tasksets import humaneval
@@ -43,8 +44,8 @@ class Says:
     def __init__(self, solution: str) -> None:
         self._solution = solution
 
-    async def answer(self, task: Task, sample_index: int) -> Answer:
-        return Answer(solution=self._solution)
+    async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
+        return Step(tool_calls=(call_to("submit", solution=self._solution),), is_last=True)
 
 
 async def run(
@@ -52,7 +53,7 @@ async def run(
 ) -> list[RolloutRecord]:
     records: list[RolloutRecord] = []
     settings = RunSettings(
-        run_id=f"test-{time.monotonic_ns()}", template="debian", concurrency=4, memory_mib=256, limits=limits
+        run_id=f"test-{time.monotonic_ns()}", template="debian", concurrency=4, memory_mib=256, grading=limits
     )
     await Runner(client, tasks, policy, settings, records.append).run()
     return records

@@ -2,26 +2,27 @@
 
 import asyncio
 import os
+import re
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-import aiohttp
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 import barchan
 from barchan.cli.common import DEFAULTS, FAILED, INTERRUPTED, OK, Common, print_json
+from barchan.cli.rollout_policy import PolicyOptions, limited, policy_of
 from barchan.cli.rollout_report import Progress, print_summary
 from barchan.errors import InvalidSpec, NotFound
-from barchan.rollout.attempt import RunSettings
-from barchan.rollout.policies import ChatPolicy, ChatSettings, NopPolicy, OraclePolicy, Policy
+from barchan.rollout.policies import Policy
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.runner import Runner
+from barchan.rollout.settings import RunSettings
 from barchan.rollout.store import RunFolder
 from barchan.rollout.summary import Summary, Tally
 from barchan.rollout.task import Task
@@ -31,14 +32,13 @@ from barchan.sdk.aio.client import AsyncClient
 app = App(name="rollout", help_format="plaintext")
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
-PolicyName = Literal["oracle", "nop", "chat"]
 ROLLOUTS_PER_CPU = 4
 
 
 @app.command
 def humaneval(
     *,
-    policy: PolicyName = "oracle",
+    policy: str = "oracle",
     limit: Count | None = None,
     group: Count = 1,
     concurrency: Count | None = None,
@@ -47,8 +47,11 @@ def humaneval(
     memory_mib: Count = 512,
     base_url: str | None = None,
     model: str | None = None,
+    max_turns: Count | None = None,
+    max_tokens: Count | None = None,
     temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
-    max_tokens: Count = 512,
+    seed: int | None = None,
+    script: Path | None = None,
     api_key_env: str = "OPENAI_API_KEY",
     common: Common = DEFAULTS,
 ) -> int:
@@ -65,12 +68,14 @@ def humaneval(
         barchan rollout humaneval --policy nop --group 4
         barchan rollout humaneval --group 16 --json
         barchan rollout humaneval --policy chat --base-url http://127.0.0.1:8000 --model NAME --temperature 0.8
+        barchan rollout humaneval --policy chat --base-url http://127.0.0.1:8000 --model NAME --max-turns 8
 
     Parameters
     ----------
     policy
         Who answers: the known-good solutions (oracle), an empty function
-        (nop), or a model behind an OpenAI-compatible address (chat).
+        (nop), the tool calls of a file (script), a model behind an
+        OpenAI-compatible address (chat), or a class of yours (module:Class).
     limit
         Only the first so many problems.
     group
@@ -87,58 +92,64 @@ def humaneval(
         chat: address of the server, with or without /v1.
     model
         chat: the model's name.
+    max_turns
+        Turns of one rollout. With one, chat is asked for the answer itself;
+        with more it works with tools.
+        [default: 1; 50 for script and module:Class]
+    max_tokens
+        Completion tokens of one rollout. [default: 512 for each turn]
     temperature
         chat: sampling temperature.
-    max_tokens
-        chat: longest answer.
+    seed
+        chat: makes sampling repeatable where the server can; attempts and
+        turns still differ.
+    script
+        script: a JSON file with a list of {"name": ..., "arguments": {...}},
+        or with such lists by task id.
     api_key_env
         chat: the environment variable that holds the key, if there is one.
     """
-    tasks = TASK_SETS["humaneval"]()[:limit]
-    run_id = f"run_{secrets.token_hex(6)}"
-    chat = _chat_settings(policy, base_url, model, temperature, max_tokens, os.environ.get(api_key_env))
+    options = PolicyOptions(
+        policy=policy,
+        base_url=base_url,
+        model=model,
+        temperature=temperature,
+        seed=seed,
+        api_key=os.environ.get(api_key_env),
+        script=script,
+        max_turns=max_turns,
+        max_tokens=max_tokens,
+    )
+    tasks = limited(TASK_SETS["humaneval"]()[:limit], options)
+    make_policy = policy_of(options, tasks)
     settings = RunSettings(
-        run_id=run_id,
+        run_id=f"run_{secrets.token_hex(6)}",
         template=template,
         group=group,
         concurrency=concurrency or ROLLOUTS_PER_CPU * len(os.sched_getaffinity(0)),
         memory_mib=memory_mib,
     )
-    folder = out or Path("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-humaneval-{policy}-{run_id[4:8]}")
-    try:
-        store = RunFolder(folder)
-    except OSError as error:
-        raise InvalidSpec(f"--out {folder}: {error.strerror}; give a folder that holds no run yet") from error
-    with store:
-        summary, interrupted = asyncio.run(_run(tasks, policy, chat, settings, store, common))
+    with _run_folder(out, policy, settings.run_id) as store:
+        summary, interrupted = asyncio.run(_run(tasks, policy, make_policy, settings, store, common))
     print_summary(summary)
     if common.json:
         print_json(summary)
     return INTERRUPTED if interrupted else OK if summary.scored else FAILED
 
 
-def _chat_settings(
-    policy: PolicyName,
-    base_url: str | None,
-    model: str | None,
-    temperature: float,
-    max_tokens: int,
-    api_key: str | None,
-) -> ChatSettings | None:
-    """None for a policy that asks no model."""
-    if policy != "chat":
-        if base_url or model:
-            raise InvalidSpec("--base-url and --model belong to --policy chat")
-        return None
-    if not base_url or not base_url.startswith(("http://", "https://")) or not model:
-        raise InvalidSpec("--policy chat needs --base-url http://HOST:PORT and --model NAME")
-    return ChatSettings(base_url=base_url, model=model, temperature=temperature, max_tokens=max_tokens, api_key=api_key)
+def _run_folder(out: Path | None, policy: str, run_id: str) -> RunFolder:
+    name = re.sub(r"[^A-Za-z0-9]+", "-", policy)
+    folder = out or Path("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-humaneval-{name}-{run_id[4:8]}")
+    try:
+        return RunFolder(folder, run_id=run_id, policy=policy, version=barchan.__version__)
+    except OSError as error:
+        raise InvalidSpec(f"--out {folder}: {error.strerror}; give a folder that holds no run yet") from error
 
 
 async def _run(
     tasks: list[Task],
-    policy_name: PolicyName,
-    chat: ChatSettings | None,
+    policy_name: str,
+    make_policy: Callable[[], AbstractAsyncContextManager[Policy]],
     settings: RunSettings,
     store: RunFolder,
     common: Common,
@@ -150,7 +161,7 @@ async def _run(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     interrupted = False
     started = time.monotonic()
-    async with barchan.connect_async(**common.connection) as client, _policy(policy_name, chat) as policy:
+    async with barchan.connect_async(**common.connection) as client, make_policy() as policy:
         await _require_template(client, settings.template)
         with Progress(len(tasks) * settings.group, tally) as progress:
 
@@ -159,7 +170,7 @@ async def _run(
                 tally.add(record)
                 progress.update()
 
-            runner = Runner(client, tasks, policy, settings, keep)
+            runner = Runner(client, tasks, policy, settings, keep, open_log=store.open_log)
             try:
                 await runner.run()
             except asyncio.CancelledError:
@@ -175,15 +186,6 @@ async def _run(
     )
     store.finish(summary)
     return summary, interrupted
-
-
-@asynccontextmanager
-async def _policy(name: PolicyName, chat: ChatSettings | None) -> AsyncIterator[Policy]:
-    if chat is None:
-        yield OraclePolicy() if name == "oracle" else NopPolicy()
-        return
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        yield ChatPolicy(session, chat)
 
 
 async def _require_template(client: AsyncClient, template: str) -> None:

@@ -83,6 +83,9 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     if summary.completion_tokens:
         rows.append(("tokens", f"{summary.prompt_tokens} in, {summary.completion_tokens} out"))
+    if summary.turns > summary.scored + summary.void:  # more than the one turn that each must have
+        calls = ", ".join(f"{count} {name}" for name, count in summary.tool_calls.items())
+        rows.append(("turns", f"{summary.turns}; calls: {calls}, {summary.malformed_calls} malformed"))
     if summary.truncated:
         rows.append(("truncated", str(summary.truncated)))
     for kind, causes in (("scored", summary.scored_by_cause), ("void", summary.void_by_cause)):

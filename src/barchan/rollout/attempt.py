@@ -1,185 +1,376 @@
-"""One rollout, stage by stage: create, policy, exec, grade."""
+"""One rollout as whoever drives it sees it: observe, record, act, finish or cancel.
+
+Our own runner and a trainer with generation of its own drive it by the same five methods. What fails on the platform's
+side is no exception here: the rollout is then over, and `finish` gives the void verdict with its evidence.
+"""
 
 import asyncio
-import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from barchan.errors import BackendError, BarchanError, CapacityError
-from barchan.model.verdict import Evidence, Verdict
-from barchan.rollout.graders.functions import GradingLimits, grade, with_control
-from barchan.rollout.policies.base import Completion, Policy
-from barchan.rollout.ports import Client, Sandbox
-from barchan.rollout.record import RolloutRecord, Timings
+from barchan.errors import BarchanError, CallerError, Conflict, InvalidSpec
+from barchan.model.verdict import Cause, Evidence, Verdict
+from barchan.rollout.calls import Message, Observation, ToolCall, ToolResult, parse_calls
+from barchan.rollout.ending import limit_facts, take_artifact, ungraded
+from barchan.rollout.grading import Grader
+from barchan.rollout.limits import Meter
+from barchan.rollout.logged import LoggedSandbox, logged
+from barchan.rollout.ports import Client, Log, NoLog
+from barchan.rollout.prompts import NO_CALL, opening
+from barchan.rollout.record import Completion, RolloutRecord, Timings
+from barchan.rollout.sandboxes import Sandboxes
+from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import Task
-from barchan.rollout.verdict import Grading, judge, needs_control, scored
+from barchan.rollout.tools import Toolbox, Workspace
+from barchan.rollout.tools.toolbox import not_run
+from barchan.rollout.verdict import TRUNCATING, cancelled, judge, verdict_of_error
 
-ARTIFACT = "solution.py"
-ARTIFACT_BYTES_MAX = 1 << 20
-SANDBOX_TTL_S = 3600.0  # only against leaks: far beyond a model call with all its retries
-RETRY_MS_DEFAULT = 100
-WRITE = ("sh", "-c", 'cat > "$0" && test -s "$0"', ARTIFACT)
-
-
-class RunSettings(Struct, frozen=True, kw_only=True):
-    """How a run is carried out.
-
-    Attributes:
-        group: Attempts at each task.
-        concurrency: Rollouts at once. Each holds one sandbox at a time: the agent's ends before the grader's begins.
-        capacity_wait_s: How long a rollout waits, in total, for a node that has no room; then it is void.
-    """
-
-    run_id: str
-    template: str
-    group: int = 1
-    concurrency: int = 16
-    memory_mib: int = 512
-    pids_max: int = 128
-    capacity_wait_s: float = 300.0
-    limits: GradingLimits = GradingLimits()
+CALLS_PER_TURN_MAX = 64
+Stage = Literal["create", "policy", "exec", "cleanup", "grade"]
 
 
 class Job(NamedTuple):
     rollout_id: str
     task: Task
     sample_index: int
+    group_index: int = 0
 
 
 class Rollout:
-    """One attempt. `stage` says how far it came; `record` can be made at any point."""
+    """One attempt at one task. `stage` says how far it came; `row` can be made at any point.
 
-    def __init__(self, client: Client, policy: Policy, settings: RunSettings, job: Job) -> None:
-        self._client = client
-        self._policy = policy
+    One call at a time; each of `finish`, `fail` and `cancel` ends it, and from then on gives the same verdict. A
+    cancelled call leaves a rollout that only `cancel` and `fail` make sense of.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        settings: RunSettings,
+        job: Job,
+        *,
+        policy_name: str,
+        toolbox: Toolbox | None = None,
+        open_log: Callable[[Job], Awaitable[Log]] | None = None,
+    ) -> None:
+        self.rollout_id = job.rollout_id
+        self.task = job.task
+        self.sample_index = job.sample_index
+        self.stage: Stage = "create"
         self._settings = settings
         self._job = job
-        self._started = time.monotonic()
-        self._started_unix_s = time.time()
-        self._spent_s: dict[str, float] = {}
-        self._queue_s = 0.0
-        self._sandbox_ids: dict[str, list[str]] = {"agent": [], "grader": []}
+        self._policy_name = policy_name
+        self._toolbox = toolbox or Toolbox(job.task.tools)
+        self._open_log = open_log
+        self._log: Log = NoLog()
+        self._sandboxes = Sandboxes(client, settings, job.rollout_id)
+        self._workspace: Workspace | None = None
+        self._first_s: float | None = None
+        self._meter = Meter(job.task.limits)
+        self._messages: list[Message] = list(opening(job.task))
+        self._said = ""
+        self._over: Cause | None = None
+        self._verdict: Verdict | None = None
         self._artifact: str | None = None
-        self._completion: Completion | None = None
-        self._notes: tuple[Evidence, ...] = ()
-        self.stage = "create"
+        self._completions: list[Completion] = []
+        self._calls: Counter[str] = Counter()
+        self._malformed = 0
+        self._started = self._since = time.monotonic()
+        self._started_unix_s = time.time()
+        self._spent_s: dict[str, float] = defaultdict(float)
 
-    async def run(self) -> Verdict:
-        """Carry it out. What the platform, the model or the task fails to do is raised."""
-        async with self._sandbox("agent", "create") as sandbox:
-            self.stage, started = "policy", time.monotonic()
-            answer = await self._policy.answer(self._job.task, self._job.sample_index)
-            self._completion = answer.completion
-            self._spent_s["policy"] = time.monotonic() - started
-            self.stage, started = "exec", time.monotonic()
-            data = await self._act(sandbox, answer.solution)
-            self._spent_s["exec"] = time.monotonic() - started
-        if len(data) > ARTIFACT_BYTES_MAX:
-            fact = Evidence(source="artifact", fact="larger than bytes", value=ARTIFACT_BYTES_MAX)
-            return scored(0.0, "output_limit", True, (fact,))
-        self._artifact = data.decode("utf-8", "replace")
-        self.stage, started, queued_s = "grade", time.monotonic(), self._queue_s
+    # what a driver calls
+
+    async def open(self) -> None:
+        """Make the agent's sandbox. If that fails, the rollout is over and void."""
         try:
-            grading = await self._grade_with_control(self._artifact)
-        finally:
-            self._spent_s["grade"] = time.monotonic() - started - (self._queue_s - queued_s)
-        return judge(grading, cause=answer.cause, truncated=answer.truncated)
+            if self._open_log is not None:
+                self._log = await self._open_log(self._job)
+            self._log.entry("message", {**self._messages[0], "tools": self._toolbox.schemas})
+            sandbox = await self._sandboxes.create("agent")
+        except Exception as error:
+            await self._end(verdict_of_error(error, self.stage))
+            return
+        seen = sandbox if self._open_log is None else LoggedSandbox(sandbox, self._log)
+        self._workspace = Workspace(seen, self.task.limits.output_chars_max)
+        self.stage, self._since = "policy", time.monotonic()
 
-    async def _act(self, sandbox: Sandbox, solution: str) -> bytes:
-        """Put the answer into the agent's sandbox, and take out the one file that may leave it.
+    async def observe(self) -> Observation:
+        """What a policy knows before its next turn."""
+        return self._observation(())
 
-        The reader takes regular files only, and one byte more than is allowed, to see whether there is more.
+    async def record(
+        self,
+        *,
+        text: str = "",
+        prompt_ids: Sequence[int] = (),
+        completion_ids: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        policy_version: str | int | None = None,
+        tokens: Sequence[str] = (),
+        prompt_tokens: int | None = None,
+        completion_tokens: int | None = None,
+        finish_reason: str = "",
+        model: str = "",
+        requests: int = 1,
+    ) -> None:
+        """Keep a model call. Its text is said in the next turn; its completion tokens count towards the limit, by
+        `completion_tokens` where given, else by the ids or log-probs.
+
+        Raises:
+            InvalidSpec: Ids and log-probs of different lengths.
+            Conflict: The rollout has ended.
         """
-        started = time.monotonic()
-        result = await sandbox.exec(WRITE, stdin=solution.encode("utf-8", "replace"), timeout_s=60.0)
-        spent_s = time.monotonic() - started
-        self._spent_s["ttfi"] = self._spent_s["create"] + max(0.0, spent_s - result.usage.wall_s)
-        if not result.ok:  # our own command in a fresh sandbox: no policy has run in it yet
-            raise BackendError(f"writing {ARTIFACT} ended with {result.exit_code}: {result.error_text[-200:]}")
-        return await sandbox.files.read(ARTIFACT, length=ARTIFACT_BYTES_MAX + 1)
-
-    async def _grade_with_control(self, source: str) -> Grading:
-        """Grade; where that leaves open whose doing it was, grade the known-good solution, and then the candidate
-        once more.
-
-        Each grading gets a sandbox of its own, so that a candidate can't spoil its control. The second look keeps a
-        moment's stall of the host from becoming a zero.
-        """
-        grading = await self._grade(source)
-        if not needs_control(grading):
-            return grading
-        control = judge(await self._grade(self._job.task.reference))
-        if control.reward != 1.0:
-            return with_control(grading, passed=False)
-        return with_control(await self._grade(source), passed=True)
-
-    async def _grade(self, source: str) -> Grading:
-        async with self._sandbox("grader", "grader_create") as sandbox:
-            return await grade(sandbox, self._job.task, source, self._settings.limits)
-
-    @asynccontextmanager
-    async def _sandbox(self, role: str, clock: str) -> AsyncIterator[Sandbox]:
-        sandbox = await self._create(role, clock)
-        ids = self._sandbox_ids[role]
-        ids.append(sandbox.id)
+        if self._verdict is not None:
+            raise Conflict(f"rollout {self.rollout_id} has ended")
+        if completion_ids and logprobs and len(completion_ids) != len(logprobs):
+            raise InvalidSpec(f"{len(completion_ids)} completion ids and {len(logprobs)} log-probs")
+        completion = Completion(
+            model=model,
+            text=text,
+            finish_reason=finish_reason,
+            prompt_tokens=len(prompt_ids) if prompt_tokens is None else prompt_tokens,
+            completion_tokens=completion_tokens or len(completion_ids) or len(logprobs),
+            prompt_ids=tuple(prompt_ids),
+            completion_ids=tuple(completion_ids),
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            policy_version=policy_version,
+            requests=requests,
+        )
+        self._completions.append(completion)
+        self._meter.tokens += completion.completion_tokens
+        self._said = text
         try:
-            yield sandbox
-        finally:
-            await asyncio.shield(self._kill(sandbox, role))
-
-    async def _kill(self, sandbox: Sandbox, role: str) -> None:
-        """End a sandbox. A failure is noted, and changes no verdict: the lease and the ttl end what is left of it."""
-        try:
-            await sandbox.kill()
+            self._log.entry("model_call", _sampled(completion))
         except BarchanError as error:
-            message = f"{type(error).__name__}: {error}"[:400]
-            self._notes += (Evidence(source="cleanup", fact=f"kill of the {role}'s sandbox failed", value=message),)
+            await self._end(verdict_of_error(error, "trajectory"))
 
-    async def _create(self, role: str, clock: str) -> Sandbox:
-        """A new sandbox; while the node has no room, ask again when it says, up to the bound."""
-        settings = self._settings
-        create_id = f"{self._job.rollout_id}-{role}-{len(self._sandbox_ids[role])}"
-        while True:
-            started = time.monotonic()
-            try:
-                sandbox = await self._client.create(
-                    settings.template,
-                    memory_mib=settings.memory_mib,
-                    pids_max=settings.pids_max,
-                    ttl_s=SANDBOX_TTL_S,
-                    labels={"run": settings.run_id, "rollout": self._job.rollout_id, "role": role},
-                    create_id=create_id,
-                )
-                self._spent_s[clock] = time.monotonic() - started
-                return sandbox
-            except CapacityError as refusal:
-                retry_s = int(refusal.details.get("retry_after_ms", RETRY_MS_DEFAULT)) / 1e3
-                pause_s = retry_s * random.uniform(1.0, 1.5)  # so that the refused do not all come back at once
-                self._queue_s += time.monotonic() - started + pause_s
-                if self._queue_s > settings.capacity_wait_s:
-                    raise
-                await asyncio.sleep(pause_s)
+    async def act(
+        self, tool_calls: Sequence[ToolCall | Mapping[str, Any]], *, timeout_s: float | None = None
+    ) -> Observation:
+        """Take a turn: carry the calls out, one after the other. One that can't be carried out is told, not raised.
 
-    def record(self, verdict: Verdict) -> RolloutRecord:
-        spent_s = {**self._spent_s, "queue": self._queue_s, "total": time.monotonic() - self._started}
-        spent_s.pop("grader_create", None)
-        agent = self._sandbox_ids["agent"]
+        Args:
+            tool_calls: Ours, or as a chat completion's message has them.
+            timeout_s: For each call, within what the task allows.
+
+        Raises:
+            Conflict: The rollout is over, as the last observation said.
+        """
+        if self._verdict is not None and self._verdict.status == "void":
+            return self._observation(())
+        if self._over is not None or self._workspace is None:
+            raise Conflict(f"rollout {self.rollout_id} takes no turn: {self._over or 'it was not opened'}")
+        if timeout_s is not None and timeout_s <= 0:
+            raise InvalidSpec(f"timeout_s={timeout_s}: a call needs time")
+        self._enter("exec")
+        calls = parse_calls(tool_calls, self._meter.turns)
+        results: list[ToolResult] = []
+        try:
+            self._say(calls)
+            for index, call in enumerate(calls):
+                results.append(await self._call(self._workspace, call, index, timeout_s))
+            self._end_turn(results)
+        except Exception as error:
+            await self._end(verdict_of_error(error, self.stage))
+        else:
+            self._enter("policy")
+        return self._observation(tuple(results))
+
+    async def finish(self, cause: Cause | None = None) -> Verdict:
+        """Take the artifact out, end the agent's sandbox, grade elsewhere.
+
+        Args:
+            cause: How the policy's part ended, where its driver knows more than the rollout: `refusal`, or a limit that
+                it ran into.
+        """
+        if self._verdict is not None:
+            return self._verdict
+        if self._workspace is None:
+            raise Conflict(f"rollout {self.rollout_id} was not opened")
+        self._over = ended = cause or self._over or "completed"
+        facts = limit_facts(self._meter, ended)
+        try:
+            self._enter("exec")
+            data = await take_artifact(self._workspace)
+            self._enter("cleanup")
+            await self._end_sandbox()
+            verdict = ungraded(data, ended, facts)
+            if verdict is None and isinstance(data, bytes):
+                self._enter("grade")
+                self._artifact = data.decode("utf-8", "replace")
+                verdict = await self._grade(self._artifact, ended, facts)
+        except Exception as error:
+            verdict = verdict_of_error(error, self.stage)
+        assert verdict is not None
+        return await self._end(verdict)
+
+    async def fail(self, error: Exception) -> Verdict:
+        """The rollout can't go on because of its driver: void, by the model's fault for a `ModelError`, else by the
+        caller's.
+        """
+        return await self._end(verdict_of_error(error, self.stage))
+
+    async def cancel(self, reason: Literal["user", "stale"] = "user") -> Verdict:
+        """Give the rollout up, at any point; its sandbox is ended."""
+        return await self._end(cancelled(self.stage, reason))
+
+    # turns
+
+    async def _call(self, workspace: Workspace, call: ToolCall, index: int, timeout_s: float | None) -> ToolResult:
+        """One call of a turn, logged."""
+        args = {"id": call.id, "name": call.name, "arguments": call.arguments, "turn": self._meter.turns}
+        return await logged(
+            self._log, "tool_call", args, lambda: self._carry_out(workspace, call, index, timeout_s), _told
+        )
+
+    async def _carry_out(self, workspace: Workspace, call: ToolCall, index: int, timeout_s: float | None) -> ToolResult:
+        if self._over is not None:
+            return not_run(call, "the attempt is over")
+        if index >= CALLS_PER_TURN_MAX:
+            return not_run(call, f"a turn has at most {CALLS_PER_TURN_MAX} calls")
+        left_s = self._meter.left.agent_s
+        call_s = min(self.task.limits.call_s_max, left_s, left_s if timeout_s is None else timeout_s)
+        called = await self._toolbox.call(workspace, call, call_s)
+        self._calls[call.name if call.name in self._toolbox.names else "(unknown)"] += 1
+        self._malformed += called.result.status == "malformed"
+        self._meter.agent_s += called.agent_s
+        if called.submits:
+            self._over = "completed"
+        elif self._meter.left.agent_s == 0.0 or (called.result.status == "timed_out" and call_s == left_s):
+            self._over = "agent_timeout"
+        return called.result
+
+    def _say(self, calls: list[ToolCall]) -> None:
+        message: Message = {"role": "assistant", "content": self._said}
+        if calls:
+            message["tool_calls"] = [call.as_message for call in calls]
+        self._said = ""
+        self._messages.append(message)
+
+    def _end_turn(self, results: list[ToolResult]) -> None:
+        self._meter.turns += 1
+        self._over = self._over or self._meter.reached
+        for result in results:
+            self._messages.append({"role": "tool", "tool_call_id": result.call_id, "content": result.content})
+        if not results and self._over is None:
+            self._messages.append({"role": "user", "content": NO_CALL})
+            self._log.entry("message", self._messages[-1])
+
+    def _observation(self, results: tuple[ToolResult, ...]) -> Observation:
+        return Observation(
+            messages=tuple(self._messages),
+            tools=self._toolbox.schemas,
+            left=self._meter.left,
+            turn=self._meter.turns,
+            results=results,
+            over=self._over,
+        )
+
+    def _enter(self, stage: Stage) -> None:
+        """Go on to a stage; the time since the last one is that one's."""
+        now = time.monotonic()
+        self._spent_s[self.stage] += now - self._since
+        self.stage, self._since = stage, now
+
+    # the end
+
+    async def _grade(self, source: str, ended: Cause, facts: tuple[Evidence, ...]) -> Verdict:
+        queued_s = self._sandboxes.queue_s
+        grader = Grader(self._sandboxes, self._settings, self.task)
+        try:
+            grading = await logged(
+                self._log,
+                "grade",
+                {"grader": "functions", "artifact": source},
+                lambda: grader.grade(source),
+                lambda grading: {**asdict(grading), "sandbox_ids": list(self._sandboxes.ids["grader"])},
+            )
+        finally:
+            self._spent_s["grade"] -= self._sandboxes.queue_s - queued_s
+        verdict = judge(grading, cause=ended, truncated=ended in TRUNCATING)
+        return replace(verdict, evidence=verdict.evidence + facts)
+
+    async def _end_sandbox(self) -> None:
+        workspace, self._workspace = self._workspace, None
+        if workspace is None:
+            return
+        self._first_s = workspace.first_s
+        try:
+            await workspace.close()
+        except BarchanError as error:
+            self._sandboxes.note("closing the agent's shell failed", error)
+        finally:
+            await self._sandboxes.end(workspace.sandbox, "agent")
+
+    async def _end(self, verdict: Verdict) -> Verdict:
+        """The first verdict stands; nothing of the rollout lives on."""
+        if self._verdict is not None:
+            return self._verdict
+        self._enter(self.stage)
+        self._verdict = verdict
+        self._over = self._over or verdict.cause
+        await self._end_sandbox()
+        self._verdict = verdict = replace(verdict, evidence=verdict.evidence + self._sandboxes.notes)
+        await self._close_log(verdict)
+        return self._verdict
+
+    async def _close_log(self, verdict: Verdict) -> None:
+        """A log that can't be written is told in the verdict, which is on its way to the row."""
+        try:
+            if verdict.status == "cancelled":
+                self._log.entry("cancel", {"reason": verdict.cause})
+            self._log.entry("verdict", asdict(verdict))
+            if self._open_log is not None:
+                await asyncio.to_thread(self._log.close)  # it waits for the disk
+        except BarchanError as error:
+            fact = Evidence(source="trajectory", fact="the log is not whole", value=str(error)[:400])
+            self._verdict = replace(verdict, evidence=(*verdict.evidence, fact))
+
+    def row(self) -> RolloutRecord:
+        """The ended rollout as a line of the results."""
+        if self._verdict is None:
+            raise CallerError(f"rollout {self.rollout_id} has not ended")
+        spent_s = {**self._spent_s, "queue": self._sandboxes.queue_s, "total": time.monotonic() - self._started}
+        for untold in ("create", "cleanup"):
+            spent_s.pop(untold, None)
+        if "agent" in self._sandboxes.create_s:
+            spent_s["create"] = self._sandboxes.create_s["agent"]
+            if self._first_s is not None:
+                spent_s["ttfi"] = spent_s["create"] + self._first_s
+        agent = self._sandboxes.ids["agent"]
         return RolloutRecord(
             run_id=self._settings.run_id,
-            rollout_id=self._job.rollout_id,
-            task_id=self._job.task.task_id,
-            sample_index=self._job.sample_index,
-            policy=self._policy.name,
-            verdict=replace(verdict, evidence=verdict.evidence + self._notes),
+            rollout_id=self.rollout_id,
+            task_id=self.task.task_id,
+            sample_index=self.sample_index,
+            policy=self._policy_name,
+            verdict=self._verdict,
             timings=Timings(**{f"{stage}_ms": round(seconds * 1e3, 3) for stage, seconds in spent_s.items()}),
             started_unix_s=round(self._started_unix_s, 3),
             agent_sandbox_id=agent[0] if agent else None,
-            grader_sandbox_ids=tuple(self._sandbox_ids["grader"]),
+            grader_sandbox_ids=tuple(self._sandboxes.ids["grader"]),
+            turns=self._meter.turns,
+            tool_calls=dict(self._calls),
+            malformed_calls=self._malformed,
+            agent_s=round(self._meter.agent_s, 4),
+            prompt_tokens=sum(completion.prompt_tokens for completion in self._completions),
+            completion_tokens=self._meter.tokens,
             artifact=self._artifact,
-            completion=self._completion,
+            completions=tuple(self._completions),
         )
+
+
+def _told(result: ToolResult) -> Mapping[str, Any]:
+    return {"content": result.content, "status": result.status, "truncated": result.truncated}
+
+
+def _sampled(completion: Completion) -> Mapping[str, Any]:
+    """A model call as the trajectory log has it."""
+    usage = {"prompt_tokens": completion.prompt_tokens, "completion_tokens": completion.completion_tokens}
+    return {**asdict(completion), "usage": usage}

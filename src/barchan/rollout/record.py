@@ -3,7 +3,26 @@
 from msgspec import Struct
 
 from barchan.model.verdict import Verdict
-from barchan.rollout.policies.base import Completion
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """One model call, kept for training: what was sampled and how likely the sampler found it.
+
+    `tokens`, `completion_ids` and `logprobs` run in parallel where the server gave them, and are empty where it did
+    not.
+    """
+
+    model: str = ""
+    text: str = ""
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    completion_ids: tuple[int, ...] = ()
+    tokens: tuple[str, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    policy_version: str | int | None = None
+    requests: int = 1
 
 
 class Timings(Struct, frozen=True, kw_only=True):
@@ -13,8 +32,8 @@ class Timings(Struct, frozen=True, kw_only=True):
         queue_ms: Waiting because the node had no room (refused creates and the waits between them), for both
             sandboxes.
         create_ms: The create call of the agent's sandbox that succeeded.
-        policy_ms: Waiting for the policy's answer.
-        exec_ms: Putting the answer into the agent's sandbox, and taking the artifact out.
+        policy_ms: Waiting for the policy: from each observation to the action that follows it.
+        exec_ms: Carrying its actions out in the agent's sandbox, and taking the artifact out.
         grade_ms: Grading, from asking for the grader's sandbox to its end; its `queue_ms` excluded.
         ttfi_ms: Time to first instruction: from the create call to the first program's start in the new sandbox,
             without the policy's time between. Read as create_ms + (round trip of the first exec - its run time by the
@@ -34,7 +53,15 @@ STAGES = ("queue", "create", "policy", "exec", "grade", "total")
 
 
 class RolloutRecord(Struct, frozen=True, kw_only=True):
-    """One attempt: which, what became of it, on what evidence, and where its time went."""
+    """One attempt: which, what became of it, on what evidence, and where its time went.
+
+    Attributes:
+        turns: Turns taken.
+        tool_calls: Calls by the tool's name; those of tools that are not there count as `(unknown)`.
+        malformed_calls: Calls that could not be carried out as they were made.
+        agent_s: The time that the agent's own programs took.
+        completions: The model calls, in their order.
+    """
 
     run_id: str
     rollout_id: str
@@ -46,5 +73,11 @@ class RolloutRecord(Struct, frozen=True, kw_only=True):
     started_unix_s: float
     agent_sandbox_id: str | None = None
     grader_sandbox_ids: tuple[str, ...] = ()
+    turns: int = 0
+    tool_calls: dict[str, int] = {}
+    malformed_calls: int = 0
+    agent_s: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     artifact: str | None = None
-    completion: Completion | None = None
+    completions: tuple[Completion, ...] = ()

@@ -1,18 +1,47 @@
 """Runs tasks x group as rollouts, a bounded number at once; each is scored, voided or cancelled alone."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from barchan.rollout.attempt import Job, Rollout, RunSettings
-from barchan.rollout.policies.base import Policy
-from barchan.rollout.ports import Client
+from msgspec.structs import asdict
+
+from barchan.errors import InvalidSpec
+from barchan.rollout.attempt import Job, Rollout
+from barchan.rollout.calls import Observation
+from barchan.rollout.policies.base import Policy, Step
+from barchan.rollout.ports import Client, Log
 from barchan.rollout.record import RolloutRecord
+from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import Task
-from barchan.rollout.verdict import cancelled, verdict_of_error
+from barchan.rollout.tools import Toolbox
+
+
+async def play(rollout: Rollout, policy: Policy) -> None:
+    """Let a policy drive an opened rollout to its end."""
+    observation = await rollout.observe()
+    step = Step()
+    while observation.over is None and not step.is_last:
+        step = await _step(policy, rollout, observation)
+        if step.completion is not None:
+            await rollout.record(**asdict(step.completion))
+        if step.tool_calls or not step.is_last:
+            observation = await rollout.act(step.tool_calls)
+    await rollout.finish(step.cause)
+
+
+async def _step(policy: Policy, rollout: Rollout, observation: Observation) -> Step:
+    step = await policy.step(rollout.task, rollout.sample_index, observation)
+    if not isinstance(step, Step):  # a user's own class, that no type checker may have seen
+        raise InvalidSpec(f"policy {policy.name}: step() gave a {type(step).__name__}, not a Step")
+    return step
 
 
 class Runner:
-    """One run. `sink` gets each record as soon as its rollout is over, and must not block."""
+    """One run. `sink` gets each record as soon as its rollout is over, and must not block.
+
+    Raises:
+        InvalidSpec: A task names a tool that is not there.
+    """
 
     def __init__(
         self,
@@ -21,20 +50,24 @@ class Runner:
         policy: Policy,
         settings: RunSettings,
         sink: Callable[[RolloutRecord], None],
+        *,
+        open_log: Callable[[Job], Awaitable[Log]] | None = None,
     ) -> None:
         self._client = client
         self._policy = policy
         self._settings = settings
         self._sink = sink
+        self._open_log = open_log
+        self._toolboxes = {names: Toolbox(names) for names in {task.tools for task in tasks}}
         self._jobs = self._all_jobs(tasks)
         self.rollouts_total = len(tasks) * settings.group
 
     def _all_jobs(self, tasks: Sequence[Task]) -> Iterator[Job]:
         """Group by group, so that a run cut short has whole groups."""
         count = 0
-        for task in tasks:
+        for group_index, task in enumerate(tasks):
             for sample_index in range(self._settings.group):
-                yield Job(f"{self._settings.run_id}-{count:06d}", task, sample_index)
+                yield Job(f"{self._settings.run_id}-{count:06d}", task, sample_index, group_index)
                 count += 1
 
     async def run(self) -> None:
@@ -52,12 +85,21 @@ class Runner:
 
     async def _work(self) -> None:
         for job in self._jobs:
-            rollout = Rollout(self._client, self._policy, self._settings, job)
+            rollout = Rollout(
+                self._client,
+                self._settings,
+                job,
+                policy_name=self._policy.name,
+                toolbox=self._toolboxes[job.task.tools],
+                open_log=self._open_log,
+            )
             try:
-                verdict = await rollout.run()
+                await rollout.open()
+                await play(rollout, self._policy)
             except asyncio.CancelledError:
-                self._sink(rollout.record(cancelled(rollout.stage)))
+                await rollout.cancel()
+                self._sink(rollout.row())
                 raise
             except Exception as error:  # the rollout's own boundary: whatever it was becomes its record
-                verdict = verdict_of_error(error, rollout.stage)
-            self._sink(rollout.record(verdict))
+                await rollout.fail(error)
+            self._sink(rollout.row())

@@ -40,6 +40,7 @@ class Summary(Struct, frozen=True, kw_only=True):
         reward_mean_low, reward_mean_high: What the mean would be if every void rollout had been 0, or 1: how far
             voiding can have moved it.
         not_started: Rollouts that a cancelled run never began.
+        turns, tool_calls, malformed_calls, prompt_tokens, completion_tokens: Of scored and void rollouts together.
     """
 
     run_id: str
@@ -62,6 +63,9 @@ class Summary(Struct, frozen=True, kw_only=True):
     rollouts_per_s: float
     ttfi_ms: Percentiles
     stage_ms: dict[str, Percentiles]
+    turns: int
+    tool_calls: dict[str, int]
+    malformed_calls: int
     prompt_tokens: int
     completion_tokens: int
     out: str
@@ -78,7 +82,8 @@ class Tally:
         self._rewards: defaultdict[str, list[float]] = defaultdict(list)
         self._tasks: set[str] = set()
         self._times: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "ttfi")}
-        self._prompt_tokens = self._completion_tokens = 0
+        self._prompt_tokens = self._completion_tokens = self._turns = self._malformed = 0
+        self._tool_calls: Counter[str] = Counter()
 
     @property
     def rollouts(self) -> int:
@@ -98,9 +103,11 @@ class Tally:
             spent = getattr(record.timings, f"{stage}_ms")
             if spent is not None:
                 times.append(spent)
-        if record.completion is not None:
-            self._prompt_tokens += record.completion.prompt_tokens
-            self._completion_tokens += record.completion.completion_tokens
+        self._prompt_tokens += record.prompt_tokens
+        self._completion_tokens += record.completion_tokens
+        self._turns += record.turns
+        self._tool_calls.update(record.tool_calls)
+        self._malformed += record.malformed_calls
         if verdict.reward is None:
             self.void += 1
             self._void_causes[verdict.cause] += 1
@@ -135,6 +142,9 @@ class Tally:
             rollouts_per_s=round(self.rollouts / wall_s, 3) if wall_s > 0 else 0.0,
             ttfi_ms=percentiles(self._times["ttfi"]),
             stage_ms={stage: percentiles(self._times[stage]) for stage in STAGES},
+            turns=self._turns,
+            tool_calls=dict(self._tool_calls.most_common()),
+            malformed_calls=self._malformed,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             out=out,

@@ -37,6 +37,8 @@ from barchan.model.verdict import Cause, Evidence, Verdict
 Outcome = Literal["passed", "failed", "raised", "garbled", "gone", "slow", "absent"]
 Control = Literal["not_run", "passed", "failed"]
 
+# A limit of the task's cut the attempt short; it is graded as far as it came.
+TRUNCATING: frozenset[Cause] = frozenset({"turn_limit", "context_limit", "output_limit", "agent_timeout"})
 MODEL_CAUSES: tuple[Cause, ...] = ("model_unreachable", "model_refused", "model_timeout", "model_garbage")
 
 # The first class that matches gives the cause. A guest's own doing, raised by `ExecResult.check()`, is the policy's:
@@ -52,12 +54,10 @@ _VOID_CAUSES: tuple[tuple[type[BarchanError], Cause], ...] = (
     (CapacityError, "capacity"),
     (BootFailed, "boot_failure"),
     (SandboxLost, "sandbox_lost"),
-    (SandboxExpired, "sandbox_expired"),
     (RequirementMissing, "image"),
     (BlobCorrupt, "image"),
     (TransportError, "transport"),
     (ProtocolError, "platform_bug"),
-    (TaskError, "task_invalid"),
 )
 
 
@@ -175,13 +175,24 @@ def _evidence(grading: Grading) -> tuple[Evidence, ...]:
 
 
 def verdict_of_error(error: BaseException, stage: str) -> Verdict:
-    """The verdict of a rollout that ended in an exception during `stage`. Anything unforeseen is void."""
+    """The verdict of a rollout that ended in an exception during `stage`. Anything unforeseen is void.
+
+    While the policy is asked, whatever is raised is the doing of the model or of who wrote the policy, and no zero.
+    """
     evidence = (Evidence(source=f"{stage}: {type(error).__name__}", fact="message", value=str(error)[:400]),)
-    if isinstance(error, GuestError):
-        return scored(0.0, next(cause for cls, cause in _GUEST_CAUSES if isinstance(error, cls)), False, evidence)
     if isinstance(error, ModelError):
         told = error.details.get("cause")
         return void("model", next((cause for cause in MODEL_CAUSES if cause == told), "model_garbage"), evidence)
+    if isinstance(error, TaskError):
+        return void("task", "task_invalid", evidence)
+    if stage == "policy":
+        return void("caller", "unknown", evidence)
+    if isinstance(error, GuestError):
+        return scored(0.0, next(cause for cls, cause in _GUEST_CAUSES if isinstance(error, cls)), False, evidence)
+    if isinstance(error, SandboxExpired):
+        return void("platform", "sandbox_expired", evidence)  # no rollout ends its sandbox before it is over
+    if isinstance(error, NotFound) and "sandbox_id" in error.details:
+        return void("platform", "sandbox_lost", evidence)
     if isinstance(error, BarchanError):
         found = next((cause for cls, cause in _VOID_CAUSES if isinstance(error, cls)), None)
         if isinstance(error, NotFound) and stage == "create":
@@ -190,10 +201,11 @@ def verdict_of_error(error: BaseException, stage: str) -> Verdict:
     return void("platform", "unknown", evidence)
 
 
-def cancelled(stage: str) -> Verdict:
+def cancelled(stage: str, reason: Literal["user", "stale"] = "user") -> Verdict:
     """The rollout was given up by whoever ran it."""
+    cause: Cause = "cancelled_stale" if reason == "stale" else "cancelled_user"
     evidence = (Evidence(source="runner", fact="stage", value=stage),)
-    return Verdict(status="cancelled", reward=None, fault="none", cause="cancelled_user", evidence=evidence)
+    return Verdict(status="cancelled", reward=None, fault="none", cause=cause, evidence=evidence)
 
 
 def void(fault: Fault, cause: Cause, evidence: tuple[Evidence, ...]) -> Verdict:

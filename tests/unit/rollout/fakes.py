@@ -1,20 +1,34 @@
 """An in-memory sandbox client and small tasks, for rollouts without a node. Nothing of a candidate is run here."""
 
 import asyncio
+import errno
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from barchan.model.sandbox import ExecResult, Usage
+from barchan.errors import InvalidSpec, NotFound
+from barchan.model.sandbox import ExecResult, FileInfo, SandboxStats, Usage
+from barchan.rollout.calls import call_to
 from barchan.rollout.graders.functions import CHECKER_USER
 from barchan.rollout.graders.guest import codec
+from barchan.rollout.limits import Limits
+from barchan.rollout.policies import Step
 from barchan.rollout.ports import RLimits
 from barchan.rollout.task import Task
+from barchan.sdk.aio.shell import ShellResult
 
 # From the candidate's source to what the checker says of it: outcome, checks that held, calls made, detail.
 Checking = Callable[[str], tuple[str, int, int, str]]
 
 
-def task(number: int = 0) -> Task:
+def submit(solution: str, **step: Any) -> Step:
+    """The one turn of a policy that hands a solution in."""
+    return Step(tool_calls=(call_to("submit", solution=solution),), is_last=True, **step)
+
+
+def task(number: int = 0, limits: Limits = Limits(), **fields: Any) -> Task:  # noqa: B008 (frozen)
     return Task(
+        limits=limits,
+        **fields,
         task_id=f"Fake/{number}",
         prompt="def f():\n",
         entry_point="f",
@@ -49,11 +63,63 @@ def right_or_wrong(source: str) -> tuple[str, int, int, str]:
 
 
 class FakeFiles:
+    """Files by path; a directory is a prefix that other paths have."""
+
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
+        self.modes: dict[str, int] = {}
+        self.links: dict[str, str] = {}
+        self.error: Exception | None = None
+
+    def _check(self, path: str) -> None:
+        if self.error is not None:
+            raise self.error
+        if any(name.startswith(f"{path}/") for name in self.content):
+            raise InvalidSpec(f"{path} is not a regular file", errno=errno.EISDIR)
+        if path not in self.content:
+            raise NotFound(f"no {path}", errno=errno.ENOENT)
 
     async def read(self, path: str, /, *, length: int | None = None) -> bytes:
+        self._check(path)
         return self.content[path][:length]
+
+    async def write(self, path: str, data: bytes, /, *, mode: int = 0o644) -> None:
+        self.content[path], self.modes[path] = data, mode
+
+    async def stat(self, path: str, /) -> FileInfo:
+        target = self.links.get(path)
+        if target is None:
+            self._check(path)
+        return FileInfo(
+            path=path,
+            kind="file" if target is None else "symlink",
+            size=len(self.content.get(path, b"")),
+            mode=self.modes.get(path, 0o644),
+            uid=0,
+            gid=0,
+            mtime_unix_s=0.0,
+            target=target or "",
+        )
+
+    async def list(self, path: str = ".", /) -> list[FileInfo]:
+        return [await self.stat(name) for name in self.content if name.startswith(f"{path}/")]
+
+
+class FakeShell:
+    """Says what the client's `shell_result` is."""
+
+    def __init__(self, client: "FakeClient") -> None:
+        self._client = client
+        self.commands: list[str] = []
+        self.closed = False
+
+    async def run(self, command: str, /, *, timeout_s: float = 0) -> ShellResult:
+        self.commands.append(command)
+        await asyncio.sleep(self._client.exec_s)
+        return self._client.shell_result
+
+    async def close(self) -> None:
+        self.closed = True
 
 
 class FakeSandbox:
@@ -62,6 +128,7 @@ class FakeSandbox:
     def __init__(self, client: "FakeClient", number: int) -> None:
         self.id = f"sb_{number}"
         self.files = FakeFiles()
+        self.shells: list[FakeShell] = []
         self._client = client
 
     async def exec(
@@ -73,18 +140,28 @@ class FakeSandbox:
         user: str | None = None,
         cwd: str | None = None,
         rlimits: RLimits = {},  # noqa: B006 (never changed)
+        merge_stderr: bool = False,
         timeout_s: float = 0,
         max_output_bytes: int = 0,
     ) -> ExecResult:
         await asyncio.sleep(self._client.exec_s)
         if self._client.exec_error is not None:
             raise self._client.exec_error
+        if command[0] == "python3" and user is None:
+            return self._client.python_result
         if user is None:
             self.files.content["solution.py"] = stdin
-            return result()
+            return self._client.write_result
         if user == CHECKER_USER:
             return self._client.checked(codec.decode(stdin))
         return self._client.candidate_end
+
+    async def shell(self, *, max_output_bytes: int = 0) -> FakeShell:
+        self.shells.append(FakeShell(self._client))
+        return self.shells[-1]
+
+    async def stats(self) -> SandboxStats:
+        return SandboxStats(memory_bytes=1, memory_peak_bytes=1, oom_kills=self._client.oom_kills, cpu_s=0.1, pids=1)
 
     async def kill(self) -> bool:
         self._client.live.discard(self.id)
@@ -104,6 +181,10 @@ class FakeClient:
         self.exec_s = 0.0
         self.candidate_end = result()
         self.checker_end = result()
+        self.write_result = self.python_result = result()
+        self.shell_result = ShellResult(exit_code=0, stdout=b"", stderr=b"")
+        self.oom_kills = 0
+        self.sandboxes: list[FakeSandbox] = []
         self.labels: list[dict[str, str]] = []
         self.create_ids: list[str] = []
         self.live: set[str] = set()
@@ -132,6 +213,7 @@ class FakeClient:
         self.labels.append(labels)
         self.create_ids.append(create_id)
         sandbox = FakeSandbox(self, len(self.create_ids))
+        self.sandboxes.append(sandbox)
         self.live.add(sandbox.id)
         self.live_max = max(self.live_max, len(self.live))
         return sandbox

@@ -1,6 +1,7 @@
 """The chat policy against a small server of our own: what is kept, what is retried, and whose fault a failure is."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +11,11 @@ import pytest
 from aiohttp import web
 
 from barchan.errors import ModelError
-from barchan.rollout.policies import Answer, ChatPolicy, ChatSettings
+from barchan.rollout.calls import Observation
+from barchan.rollout.limits import Left, Limits
+from barchan.rollout.policies import ChatPolicy, ChatSettings, Step
+from barchan.rollout.prompts import opening
+from barchan.rollout.task import Task
 from tests.unit.rollout.fakes import task
 
 pytestmark = pytest.mark.timeout(30)
@@ -55,11 +60,28 @@ async def serving(handler: Handler) -> AsyncIterator[tuple[Server, str]]:
         await runner.cleanup()
 
 
-async def ask(base_url: str, **settings: Any) -> Answer:
+ONE_TURN, MANY_TURNS = (task(limits=Limits(turns_max=turns, tokens_max=99)) for turns in (1, 5))
+SCHEMAS = ({"type": "function", "function": {"name": "bash", "parameters": {}}},)
+
+
+def seen(of: Task, *more: dict[str, Any], turn: int = 0, tokens: int = 99) -> Observation:
+    """What a policy sees after `turn` turns, `more` being what was said in them."""
+    left = Left(turns=of.limits.turns_max - turn, tokens=tokens, agent_s=9.0)
+    return Observation(messages=(*opening(of), *more), tools=SCHEMAS, left=left, turn=turn)
+
+
+async def ask(base_url: str, of: Task = ONE_TURN, observation: Observation | None = None, **settings: Any) -> Step:
     fast: dict[str, Any] = {"wait_s_first": 0.01, "wait_s_max": 0.02, "request_timeout_s": 5.0, **settings}
     async with aiohttp.ClientSession() as session:
         policy = ChatPolicy(session, ChatSettings(base_url=base_url, model="tiny", **fast))
-        return await policy.answer(task(), 0)
+        return await policy.step(of, 0, observation or seen(of))
+
+
+def solution(step: Step) -> str:
+    """The program that a turn hands in."""
+    (call,) = step.tool_calls
+    assert (call.name, step.is_last) == ("submit", True)
+    return str(json.loads(call.arguments)["solution"])
 
 
 async def fault_of(base_url: str, **settings: Any) -> tuple[object, str]:
@@ -80,17 +102,18 @@ async def test_what_was_sampled_is_kept() -> None:
         return completion(finish_reason="stop", logprobs={"content": content})
 
     async with serving(answer) as (server, base_url):
-        got = await ask(base_url, temperature=0.7, max_tokens=99, api_key="k3y")
-    assert got.solution.endswith("def f():\n    return 0\n")
-    assert (got.cause, got.truncated) == ("completed", False)
+        got = await ask(base_url, temperature=0.7, api_key="k3y")
+    assert solution(got).endswith("def f():\n    return 0\n")
+    assert got.cause is None
     kept = got.completion
     assert kept is not None
     assert (kept.text, kept.model, kept.finish_reason, kept.requests) == (CODE, "tiny", "stop", 1)
-    assert (kept.tokens, kept.token_ids, kept.logprobs) == (("```", "py"), (7, 9), (-0.5, -0.25))
+    assert (kept.tokens, kept.completion_ids, kept.logprobs) == (("```", "py"), (7, 9), (-0.5, -0.25))
     assert (kept.prompt_tokens, kept.completion_tokens) == (12, 3)
     (body,) = server.bodies
     assert (body["model"], body["temperature"], body["max_tokens"], body["logprobs"]) == ("tiny", 0.7, 99, True)
-    assert task().prompt in body["messages"][0]["content"]
+    assert ONE_TURN.prompt in body["messages"][0]["content"]
+    assert not {"tools", "tool_choice", "seed"} & set(body)
     assert server.headers[0]["Authorization"] == "Bearer k3y"
 
 
@@ -112,20 +135,20 @@ async def test_token_ids_in_each_servers_way(choice: dict[str, Any], ids: tuple[
     async with serving(answer) as (_, base_url):
         got = await ask(f"{base_url}/v1/")
     assert got.completion is not None
-    assert got.completion.token_ids == ids
+    assert got.completion.completion_ids == ids
 
 
 @pytest.mark.parametrize(
-    ("choice", "cause", "truncated"),
+    ("choice", "cause"),
     [
-        ({"finish_reason": "length"}, "output_limit", True),
-        ({"finish_reason": "content_filter"}, "refusal", False),
-        ({"content": None, "message": {"refusal": "No."}}, "refusal", False),
-        ({"content": ""}, "completed", False),
-        ({"content": "I would rather not."}, "completed", False),
+        ({"finish_reason": "length"}, "output_limit"),
+        ({"finish_reason": "content_filter"}, "refusal"),
+        ({"content": None, "message": {"refusal": "No."}}, "refusal"),
+        ({"content": ""}, None),
+        ({"content": "I would rather not."}, None),
     ],
 )
-async def test_a_poor_answer_is_the_policys(choice: dict[str, Any], cause: str, truncated: bool) -> None:
+async def test_a_poor_answer_is_the_policys(choice: dict[str, Any], cause: str | None) -> None:
     """Cut off, refused, empty or without code: an answer all the same, to be graded."""
 
     async def answer(body: dict[str, Any], before: int) -> web.StreamResponse:
@@ -133,8 +156,19 @@ async def test_a_poor_answer_is_the_policys(choice: dict[str, Any], cause: str, 
 
     async with serving(answer) as (_, base_url):
         got = await ask(base_url)
-    assert (got.cause, got.truncated) == (cause, truncated)
-    assert got.solution.startswith(task().prompt)
+    assert got.cause == cause
+    assert solution(got).startswith(ONE_TURN.prompt)
+
+
+async def test_an_answer_cut_at_the_tasks_limit_says_so() -> None:
+    """A reply that used up the tokens left ran into the task's limit, not the server's."""
+
+    async def answer(body: dict[str, Any], before: int) -> web.StreamResponse:
+        return completion(finish_reason="length")
+
+    async with serving(answer) as (server, base_url):
+        got = await ask(base_url, observation=seen(ONE_TURN, tokens=3))
+    assert (server.bodies[0]["max_tokens"], got.cause) == (3, "context_limit")
 
 
 async def test_overload_and_broken_connections_are_retried() -> None:
@@ -197,6 +231,72 @@ async def test_a_server_that_hangs_times_out() -> None:
     async with serving(hang) as (_, base_url):
         cause, _ = await fault_of(base_url, request_timeout_s=0.1, attempts_max=2)
     assert cause == "model_timeout"
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+
+
+async def test_tools_are_offered_when_there_are_turns() -> None:
+    """With several turns the request has the schemas, the model's calls come back as they were made."""
+
+    async def answer(body: dict[str, Any], before: int) -> web.StreamResponse:
+        return completion(None, message={"tool_calls": [CALL, {"function": 3}]}, finish_reason="tool_calls")
+
+    async with serving(answer) as (server, base_url):
+        got = await ask(base_url, MANY_TURNS)
+    (body,) = server.bodies
+    assert (body["tools"], body["tool_choice"]) == (list(SCHEMAS), "auto")
+    first, second = got.tool_calls
+    assert (first.id, first.name, first.arguments) == ("c1", "bash", '{"command": "ls"}')
+    assert second.name == ""
+    assert (got.is_last, got.completion is not None) == (False, True)
+
+
+async def test_code_in_place_of_calls_is_handed_in() -> None:
+    """A model that calls no tool in its first turn has answered: its fenced code is the attempt."""
+    async with serving(lambda body, before: asyncio.sleep(0, completion())) as (_, base_url):
+        got = await ask(base_url, MANY_TURNS)
+    assert solution(got).endswith("def f():\n    return 0\n")
+
+
+async def test_words_after_calls_are_no_answer() -> None:
+    """Once it has used tools, a turn without calls hands nothing in and ends nothing."""
+    said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    told = {"role": "tool", "tool_call_id": "c1", "content": "[no output]"}
+    async with serving(lambda body, before: asyncio.sleep(0, completion())) as (server, base_url):
+        got = await ask(base_url, MANY_TURNS, seen(MANY_TURNS, said, told, turn=1))
+    assert (got.tool_calls, got.is_last) == ((), False)
+    assert server.bodies[0]["messages"][1:] == [said, told]
+
+
+async def test_a_seed_differs_by_attempt_and_turn_and_repeats() -> None:
+    """The same place in a run has the same seed, another turn another one."""
+    async with serving(lambda body, before: asyncio.sleep(0, completion())) as (server, base_url):
+        for turn in (0, 0, 1):
+            await ask(base_url, MANY_TURNS, seen(MANY_TURNS, turn=turn), seed=7)
+    first, again, later = (body["seed"] for body in server.bodies)
+    assert first == again != later
+    assert 0 <= first < 1 << 31
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"error": {"code": "context_length_exceeded"}}',
+        '{"error": {"type": "exceed_context_size_error"}}',
+        "This model's maximum context length is 4096 tokens.",
+        "the request exceeds the available context size",
+    ],
+)
+async def test_a_full_context_is_a_limit(text: str) -> None:
+    """A server that can't take so long a conversation ends the attempt, which is graded as it stands."""
+
+    async def full(body: dict[str, Any], before: int) -> web.StreamResponse:
+        return web.Response(status=400, text=text)
+
+    async with serving(full) as (_, base_url):
+        got = await ask(base_url, MANY_TURNS)
+    assert (got.is_last, got.cause, got.tool_calls) == (True, "context_limit", ())
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])

@@ -5,13 +5,26 @@ from collections.abc import Callable
 
 import pytest
 
-from barchan.errors import BackendError, BootFailed, CapacityError, ConnectionLost, ModelError
-from barchan.rollout.attempt import ARTIFACT_BYTES_MAX, RunSettings
-from barchan.rollout.policies import Answer, NopPolicy, OraclePolicy, Policy
+from barchan.errors import (
+    BackendError,
+    BootFailed,
+    CapacityError,
+    ConnectionLost,
+    Denied,
+    ExecTimeout,
+    ModelError,
+    NotFound,
+    SandboxExpired,
+    SandboxLost,
+)
+from barchan.rollout.calls import Observation
+from barchan.rollout.ending import ARTIFACT_BYTES_MAX
+from barchan.rollout.policies import NopPolicy, OraclePolicy, Policy, Step
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.runner import Runner
+from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import Task
-from tests.unit.rollout.fakes import FakeClient, result, right_or_wrong, task
+from tests.unit.rollout.fakes import FakeClient, result, right_or_wrong, submit, task
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -26,14 +39,14 @@ async def run(
 
 
 class Scripted:
-    """Answers by a function of the task, or raises."""
+    """Takes its turn by a function of the task, or raises."""
 
     name = "scripted"
 
-    def __init__(self, script: Callable[[Task, int], Answer]) -> None:
+    def __init__(self, script: Callable[[Task, int], Step]) -> None:
         self._script = script
 
-    async def answer(self, task: Task, sample_index: int) -> Answer:
+    async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
         return self._script(task, sample_index)
 
 
@@ -112,7 +125,7 @@ async def test_waiting_for_room_has_a_bound() -> None:
 async def test_a_model_that_is_down_is_no_zero() -> None:
     """A policy that can't be asked voids the rollout as the model's fault, at the stage `policy`."""
 
-    def down(task: Task, sample_index: int) -> Answer:
+    def down(task: Task, sample_index: int) -> Step:
         raise ModelError("refused", cause="model_unreachable")
 
     (record,) = await run(FakeClient(), Scripted(down))
@@ -120,14 +133,50 @@ async def test_a_model_that_is_down_is_no_zero() -> None:
     assert record.verdict.evidence[0].source.startswith("policy: ")
 
 
-async def test_a_fault_nobody_foresaw_is_void_and_unknown() -> None:
-    """Any other exception ends in a record of its own: void, cause unknown."""
+@pytest.mark.parametrize("error", [ZeroDivisionError("surprise"), ExecTimeout("its own"), SandboxExpired("its own")])
+async def test_a_policy_that_raises_is_the_callers_fault(error: Exception) -> None:
+    """Whatever a policy raises but a fault of its model voids the rollout as the caller's, and is never a zero."""
 
-    def broken(task: Task, sample_index: int) -> Answer:
-        raise ZeroDivisionError("surprise")
+    def broken(task: Task, sample_index: int) -> Step:
+        raise error
 
-    (record,) = await run(FakeClient(), Scripted(broken))
-    assert (record.verdict.status, record.verdict.cause) == ("void", "unknown")
+    client = FakeClient()
+    (record,) = await run(client, Scripted(broken))
+    assert (record.verdict.status, record.verdict.fault, record.verdict.cause) == ("void", "caller", "unknown")
+    assert str(error) in str(record.verdict.evidence[0].value)
+    assert client.live == set()
+
+
+async def test_a_policy_that_gives_no_step_is_the_callers_fault() -> None:
+    """A class of the user's that returns something else voids its rollouts, naming what came."""
+    (record,) = await run(FakeClient(), Scripted(lambda task, sample_index: "code"))  # type: ignore[arg-type,return-value]
+    assert (record.verdict.status, record.verdict.fault) == ("void", "caller")
+    assert "gave a str" in str(record.verdict.evidence[0].value)
+
+
+async def test_a_fault_of_our_own_is_void_and_unknown() -> None:
+    """An exception that no one foresaw, in an exec, ends in a record of its own."""
+    client = FakeClient()
+    client.exec_error = ZeroDivisionError("surprise")
+    (record,) = await run(client, OraclePolicy())
+    assert (record.verdict.status, record.verdict.fault, record.verdict.cause) == ("void", "platform", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (SandboxExpired("gone", sandbox_id="sb_1"), "sandbox_expired"),
+        (SandboxLost("gone", sandbox_id="sb_1"), "sandbox_lost"),
+        (NotFound("no sandbox", sandbox_id="sb_1"), "sandbox_lost"),
+        (Denied("this node wants its bearer token"), "unknown"),
+    ],
+)
+async def test_a_sandbox_that_is_gone_is_void(error: Exception, cause: str) -> None:
+    """A sandbox that ended under its rollout is never a result of the policy's."""
+    client = FakeClient()
+    client.exec_error = error
+    (record,) = await run(client, OraclePolicy())
+    assert (record.verdict.status, record.verdict.reward, record.verdict.cause) == ("void", None, cause)
 
 
 async def test_a_connection_lost_in_mid_grading_is_void() -> None:
@@ -151,7 +200,7 @@ async def test_a_failed_cleanup_is_noted_and_changes_no_verdict() -> None:
 async def test_an_artifact_beyond_its_bound_is_scored_zero_ungraded() -> None:
     """Writing too much is the policy's doing; nothing of it reaches a grader."""
     client = FakeClient()
-    answer = Answer(solution="#" * (ARTIFACT_BYTES_MAX + 1))
+    answer = submit("#" * (ARTIFACT_BYTES_MAX + 1))
     (record,) = await run(client, Scripted(lambda task, sample_index: answer))
     assert (record.verdict.reward, record.verdict.cause) == (0.0, "output_limit")
     assert record.grader_sandbox_ids == ()
@@ -161,7 +210,7 @@ async def test_a_silent_grading_is_decided_by_its_control() -> None:
     """No report, and a control that passes, each in its own sandbox: the candidate broke it, which is a zero."""
     client = FakeClient(lambda source: ("", 0, 0, "") if "bomb" in source else ("passed", 1, 1, ""))
     client.checker_end = result(137, signal=9, oom_killed=True)
-    answer = Answer(solution="bomb")
+    answer = submit("bomb")
     (record,) = await run(client, Scripted(lambda task, sample_index: answer))
     assert (record.verdict.reward, record.verdict.cause) == (0.0, "oom_within_limit")
     assert len(set(record.grader_sandbox_ids)) == 3
@@ -194,9 +243,9 @@ async def test_cancelling_keeps_what_is_finished_and_frees_the_rest() -> None:
     class Stuck:
         name = "stuck"
 
-        async def answer(self, task: Task, sample_index: int) -> Answer:
+        async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
             if sample_index == 0:
-                return Answer(solution=task.reference)
+                return submit(task.reference)
             started.set()
             await asyncio.sleep(3600)
             raise AssertionError("not reached")

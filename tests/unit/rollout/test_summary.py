@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from barchan.errors import BackendError
 from barchan.model.verdict import Verdict
-from barchan.rollout.policies import Completion
-from barchan.rollout.record import RolloutRecord, Timings
+from barchan.rollout.record import Completion, RolloutRecord, Timings
 from barchan.rollout.store import ROLLOUTS, RunFolder, read_rollouts
 from barchan.rollout.summary import GroupMix, Summary, Tally, percentiles
 from barchan.rollout.verdict import cancelled, scored, void
@@ -30,8 +29,17 @@ def record(verdict: Verdict, task_id: str = "a", ttfi_ms: float | None = 1.0) ->
         verdict=verdict,
         timings=Timings(create_ms=2.0, ttfi_ms=ttfi_ms, total_ms=9.0),
         started_unix_s=1.0,
-        completion=completion,
+        turns=2,
+        tool_calls={"bash": 1, "submit": 1},
+        malformed_calls=1,
+        prompt_tokens=10,
+        completion_tokens=5,
+        completions=(completion,),
     )
+
+
+def folder_at(path: Path) -> RunFolder:
+    return RunFolder(path, run_id="run", policy="p", version="0")
 
 
 ONE, ZERO = scored(1.0, "completed", False, ()), scored(0.0, "exec_timeout", True, ())
@@ -82,6 +90,7 @@ def test_tokens_and_stages_are_summed_up() -> None:
     """Tokens add up; stages that no rollout reached have no percentiles."""
     summary = summary_of(record(ONE), record(ONE))
     assert (summary.prompt_tokens, summary.completion_tokens) == (20, 10)
+    assert (summary.turns, summary.tool_calls, summary.malformed_calls) == (4, {"bash": 2, "submit": 2}, 2)
     assert (summary.stage_ms["create"].p95, summary.stage_ms["exec"].p95) == (2.0, None)
 
 
@@ -98,7 +107,7 @@ def test_percentiles_are_measured_values_in_order(values: list[float]) -> None:
 
 def test_a_runs_folder_keeps_each_rollout_as_it_comes(tmp_path: Path) -> None:
     """A line is on disk before the next rollout; a line that a crash cut short is left out when reading."""
-    with RunFolder(tmp_path / "r") as folder:
+    with folder_at(tmp_path / "r") as folder:
         folder.add(record(ONE))
         assert [item.verdict for item in read_rollouts(folder.path)] == [ONE]
         folder.add(record(VOID))
@@ -113,7 +122,7 @@ def test_a_runs_folder_keeps_each_rollout_as_it_comes(tmp_path: Path) -> None:
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that can't be written is an error, not a silent gap."""
     full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed below, with the file it stands in for)
-    with closing(full), RunFolder(tmp_path) as folder, closing(folder._file):
+    with closing(full), folder_at(tmp_path) as folder, closing(folder._file):
         monkeypatch.setattr(folder, "_file", full)
         with pytest.raises(BackendError, match="No space left"):
             folder.add(record(ONE))
@@ -121,7 +130,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_earlier_run_is_never_written_over(tmp_path: Path) -> None:
     """A folder that already holds a run is refused."""
-    with RunFolder(tmp_path):
+    with folder_at(tmp_path):
         pass
     with pytest.raises(FileExistsError):
-        RunFolder(tmp_path)
+        folder_at(tmp_path)

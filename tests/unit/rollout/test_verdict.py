@@ -175,10 +175,18 @@ STAGES = st.sampled_from(["create", "policy", "exec", "grade"])
 def test_only_a_guests_own_doing_scores_as_an_error(error: BarchanError, stage: str) -> None:
     """No error of platform, model, task or caller ever becomes a reward; a guest's is a zero, never more."""
     verdict = verdict_of_error(error, stage)
-    if isinstance(error, GuestError):
+    if isinstance(error, GuestError) and stage != "policy":
         assert (verdict.status, verdict.reward) == ("scored", 0.0)
+        return
+    assert (verdict.status, verdict.reward) == ("void", None)
+    if isinstance(error, ModelError | errors.TaskError):
+        assert verdict.fault == error.fault
+    elif stage == "policy":
+        assert verdict.fault == "caller"
+    elif isinstance(error, errors.SandboxExpired):
+        assert verdict.fault == "platform"
     else:
-        assert (verdict.status, verdict.reward, verdict.fault) == ("void", None, error.fault)
+        assert verdict.fault == error.fault
         assert verdict.fault in ("platform", "model", "task", "caller")
 
 
@@ -188,7 +196,8 @@ def test_only_a_guests_own_doing_scores_as_an_error(error: BarchanError, stage: 
         (errors.CapacityError("full", retry_after_ms=5), "create", "platform", "capacity"),
         (errors.BootFailed("x"), "create", "platform", "boot_failure"),
         (errors.NodeLost("x"), "exec", "platform", "sandbox_lost"),
-        (errors.SandboxExpired("x"), "grade", "caller", "sandbox_expired"),
+        (errors.SandboxExpired("x"), "grade", "platform", "sandbox_expired"),
+        (errors.NotFound("x", sandbox_id="sb_1"), "exec", "platform", "sandbox_lost"),
         (errors.BlobCorrupt("x"), "create", "platform", "image"),
         (errors.NotFound("no such template"), "create", "caller", "image"),
         (errors.NotFound("no such file"), "exec", "caller", "unknown"),
@@ -198,6 +207,9 @@ def test_only_a_guests_own_doing_scores_as_an_error(error: BarchanError, stage: 
         (ModelError("down", cause="model_unreachable"), "policy", "model", "model_unreachable"),
         (ModelError("odd", cause="anything"), "policy", "model", "model_garbage"),
         (KeyError("surprise"), "exec", "platform", "unknown"),
+        (KeyError("surprise"), "policy", "caller", "unknown"),
+        (errors.ConnectionLost("its own"), "policy", "caller", "unknown"),
+        (errors.ExecTimeout("its own"), "policy", "caller", "unknown"),
         (errors.ExecTimeout("x"), "exec", "policy", "exec_timeout"),
         (errors.GuestOutOfMemory("x"), "exec", "policy", "oom_within_limit"),
         (errors.ExecFailed("x"), "exec", "none", "completed"),
@@ -212,6 +224,7 @@ def test_each_error_has_its_cause(error: Exception, stage: str, fault: str, caus
 
 def test_cancelling_is_nobodys_fault() -> None:
     """A rollout given up by its runner is neither scored nor void."""
+    assert cancelled("exec", "stale").cause == "cancelled_stale"
     verdict = cancelled("exec")
     assert (verdict.status, verdict.reward, verdict.fault, verdict.cause) == (
         "cancelled",

@@ -1,7 +1,7 @@
 """Policies: who answers a task."""
 
-from barchan.rollout.policies.base import Answer, Completion, Policy
-from barchan.rollout.policies.canned import NopPolicy, OraclePolicy
+from barchan.rollout.policies.base import Policy, Step
+from barchan.rollout.policies.canned import NopPolicy, OraclePolicy, ScriptPolicy, read_scripts
 from barchan.rollout.policies.chat import ChatPolicy, ChatSettings
 
-__all__ = ["Answer", "ChatPolicy", "ChatSettings", "Completion", "NopPolicy", "OraclePolicy", "Policy"]
+__all__ = ["ChatPolicy", "ChatSettings", "NopPolicy", "OraclePolicy", "Policy", "ScriptPolicy", "Step", "read_scripts"]

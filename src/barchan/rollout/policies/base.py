@@ -1,54 +1,43 @@
-"""The contract of a policy, and what it answers with."""
+"""The contract of a policy, and what it does in a turn."""
 
 from typing import Protocol
 
 from msgspec import Struct
 
 from barchan.model.verdict import Cause
+from barchan.rollout.calls import Observation, ToolCall
+from barchan.rollout.record import Completion
 from barchan.rollout.task import Task
 
 
-class Completion(Struct, frozen=True, kw_only=True):
-    """One model call, kept for training: what was sampled and how likely the sampler found it.
+class Step(Struct, frozen=True, kw_only=True):
+    """One turn of a policy.
 
-    `tokens`, `token_ids` and `logprobs` run in parallel where the server gave them, and are empty where it did not.
+    Attributes:
+        tool_calls: What it wants done, in this order.
+        completion: The model call behind it.
+        is_last: It wants no further turn, submitted or not.
+        cause: How its part ended, if not as the rollout says: `refusal`, or what cut its answer short. The last turn's
+            counts.
     """
 
-    model: str
-    text: str
-    finish_reason: str
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    tokens: tuple[str, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    requests: int = 1
-
-
-class Answer(Struct, frozen=True, kw_only=True):
-    """A policy's attempt: the whole text of `solution.py`, and how the attempt ended.
-
-    `cause` is `completed`, or what cut the answer short by the policy's own doing (`output_limit`, `refusal`); it is
-    scored all the same.
-    """
-
-    solution: str
-    cause: Cause = "completed"
-    truncated: bool = False
+    tool_calls: tuple[ToolCall, ...] = ()
     completion: Completion | None = None
+    is_last: bool = False
+    cause: Cause | None = None
 
 
 class Policy(Protocol):
-    """Answers tasks. Several calls run at once."""
+    """Plays rollouts. It keeps nothing between turns: all it needs is in the observation. Several calls run at once."""
 
     @property
     def name(self) -> str: ...
 
-    async def answer(self, task: Task, sample_index: int) -> Answer:
-        """Attempt a task.
+    async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
+        """The next turn. What it raises voids the rollout, and is never a zero.
 
         Raises:
             ModelError: The model could not be asked, or did not answer as a model server does; `details["cause"]`
-                is one of the model's causes of `barchan.rollout.verdict`.
+                is one of the model's causes of `barchan.rollout.verdict`. Any other error is the caller's fault.
         """
         ...

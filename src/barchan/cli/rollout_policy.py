@@ -1,0 +1,123 @@
+"""From the options of `barchan rollout` to the policy that they mean."""
+
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import aiohttp
+from msgspec.structs import replace
+
+from barchan.errors import InvalidSpec
+from barchan.rollout.imports import load_class
+from barchan.rollout.policies import (
+    ChatPolicy,
+    ChatSettings,
+    NopPolicy,
+    OraclePolicy,
+    Policy,
+    ScriptPolicy,
+    read_scripts,
+)
+from barchan.rollout.task import Task
+
+ONE_ANSWER = ("oracle", "nop", "chat")  # who needs one turn only, unless asked for more
+TURNS_MAX = 50
+TOKENS_PER_TURN = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """As given on the command line."""
+
+    policy: str
+    base_url: str | None
+    model: str | None
+    temperature: float
+    seed: int | None
+    api_key: str | None
+    script: Path | None
+    max_turns: int | None
+    max_tokens: int | None
+
+
+def limited(tasks: list[Task], options: PolicyOptions) -> list[Task]:
+    """The tasks with the limits asked for."""
+    turns = options.max_turns or (1 if options.policy in ONE_ANSWER else TURNS_MAX)
+    tokens = options.max_tokens or turns * TOKENS_PER_TURN
+    return [replace(task, limits=replace(task.limits, turns_max=turns, tokens_max=tokens)) for task in tasks]
+
+
+def policy_of(options: PolicyOptions, tasks: list[Task]) -> Callable[[], AbstractAsyncContextManager[Policy]]:
+    """What gives the policy, to be entered where the event loop runs.
+
+    Raises:
+        InvalidSpec: The options don't fit together, or name something that is not there.
+    """
+    _check_belonging(options)
+    if options.policy == "chat":
+        chat = _chat_settings(options)
+        return lambda: _chat(chat)
+    policy = _without_model(options, tasks)
+    return lambda: _ready(policy)
+
+
+def _check_belonging(options: PolicyOptions) -> None:
+    if options.policy != "chat" and (options.base_url or options.model or options.seed is not None):
+        raise InvalidSpec("--base-url, --model and --seed belong to --policy chat")
+    if (options.policy == "script") != (options.script is not None):
+        raise InvalidSpec("--policy script needs --script FILE, and --script belongs to it")
+
+
+def _chat_settings(options: PolicyOptions) -> ChatSettings:
+    base_url, model = options.base_url, options.model
+    if not base_url or not base_url.startswith(("http://", "https://")) or not model:
+        raise InvalidSpec("--policy chat needs --base-url http://HOST:PORT and --model NAME")
+    return ChatSettings(
+        base_url=base_url,
+        model=model,
+        temperature=options.temperature,
+        seed=options.seed,
+        api_key=options.api_key,
+    )
+
+
+def _without_model(options: PolicyOptions, tasks: list[Task]) -> Policy:
+    if options.policy == "oracle":
+        return OraclePolicy()
+    if options.policy == "nop":
+        return NopPolicy()
+    if options.script is not None:
+        policy = ScriptPolicy(read_scripts(options.script))
+        if missing := [task.task_id for task in tasks if not policy.script_of(task)]:
+            raise InvalidSpec(f"script {options.script}: nothing for task {missing[0]}")
+        return policy
+    return _own(options.policy)
+
+
+def _own(name: str) -> Policy:
+    """A class of the user's, found from the current directory too, as `python -m` would."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    cls = load_class(name, "policy")
+    try:
+        policy = cls()
+    except Exception as error:
+        raise InvalidSpec(f"policy {name}: {type(error).__name__}: {error}") from error
+    if not isinstance(getattr(policy, "name", None), str) or not callable(getattr(policy, "step", None)):
+        raise InvalidSpec(f"policy {name}: it needs a name and an async step()")
+    return cast(Policy, policy)
+
+
+@asynccontextmanager
+async def _ready(policy: Policy) -> AsyncIterator[Policy]:
+    yield policy
+
+
+@asynccontextmanager
+async def _chat(settings: ChatSettings) -> AsyncIterator[Policy]:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield ChatPolicy(session, settings)

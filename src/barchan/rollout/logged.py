@@ -1,0 +1,131 @@
+"""A sandbox whose every program and file operation is in the rollout's trajectory log: intended before, told after."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S, DEFAULT_OUTPUT_BYTES, ExecResult, FileInfo, SandboxStats
+from barchan.rollout.ports import Files, Log, RLimits, Sandbox, Shell
+from barchan.sdk.aio.shell import ShellResult
+from barchan.trajectory.format import Kind
+
+T = TypeVar("T")
+
+
+async def logged(
+    log: Log,
+    kind: Kind,
+    args: Mapping[str, Any],
+    work: Callable[[], Awaitable[T]],
+    outcome: Callable[[T], Mapping[str, Any]],
+) -> T:
+    """Do the work between an INTENT and its RESULT. What it raises is a result, too; a cancelled one has none, for
+    nobody knows how far it came.
+    """
+    seq = log.intent(kind, args)
+    try:
+        value = await work()
+    except Exception as error:
+        log.result(seq, {"error": {"type": type(error).__name__, "message": str(error)[:1000]}})
+        raise
+    log.result(seq, outcome(value))
+    return value
+
+
+class LoggedSandbox:
+    """The same sandbox, seen through a log."""
+
+    def __init__(self, sandbox: Sandbox, log: Log) -> None:
+        self.id = sandbox.id
+        self.files: Files = LoggedFiles(sandbox.files, sandbox.id, log)
+        self._sandbox = sandbox
+        self._log = log
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        /,
+        *,
+        stdin: bytes = b"",
+        user: str | None = None,
+        cwd: str | None = None,
+        rlimits: RLimits = {},  # noqa: B006 (never changed)
+        merge_stderr: bool = False,
+        timeout_s: float = DEFAULT_EXEC_TIMEOUT_S,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+    ) -> ExecResult:
+        args = {
+            "sandbox_id": self.id,
+            "command": command,
+            "stdin": stdin,
+            "user": user,
+            "cwd": cwd,
+            "timeout_s": timeout_s,
+        }
+
+        async def work() -> ExecResult:
+            return await self._sandbox.exec(
+                command,
+                stdin=stdin,
+                user=user,
+                cwd=cwd,
+                rlimits=rlimits,
+                merge_stderr=merge_stderr,
+                timeout_s=timeout_s,
+                max_output_bytes=max_output_bytes,
+            )
+
+        return await logged(self._log, "exec", args, work, _whole)
+
+    async def shell(self, *, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> Shell:
+        return LoggedShell(await self._sandbox.shell(max_output_bytes=max_output_bytes), self.id, self._log)
+
+    async def stats(self) -> SandboxStats:
+        return await self._sandbox.stats()
+
+    async def kill(self) -> object:
+        return await self._sandbox.kill()
+
+
+class LoggedFiles:
+    """Reads and writes are logged, looks at directories are not: they change nothing and are no input of a verdict."""
+
+    def __init__(self, files: Files, sandbox_id: str, log: Log) -> None:
+        self._files = files
+        self._sandbox_id = sandbox_id
+        self._log = log
+
+    async def read(self, path: str, /, *, length: int | None = None) -> bytes:
+        args = {"sandbox_id": self._sandbox_id, "path": path, "length": length}
+        return await logged(
+            self._log, "file_read", args, lambda: self._files.read(path, length=length), lambda data: {"data": data}
+        )
+
+    async def write(self, path: str, data: bytes, /, *, mode: int = 0o644) -> None:
+        args = {"sandbox_id": self._sandbox_id, "path": path, "data": data, "mode": mode}
+        await logged(self._log, "file_write", args, lambda: self._files.write(path, data, mode=mode), lambda done: {})
+
+    async def stat(self, path: str, /) -> FileInfo:
+        return await self._files.stat(path)
+
+    async def list(self, path: str = ".", /) -> list[FileInfo]:
+        return await self._files.list(path)
+
+
+class LoggedShell:
+    """One shell; each command is an exec of the log."""
+
+    def __init__(self, shell: Shell, sandbox_id: str, log: Log) -> None:
+        self._shell = shell
+        self._sandbox_id = sandbox_id
+        self._log = log
+
+    async def run(self, command: str, /, *, timeout_s: float = DEFAULT_EXEC_TIMEOUT_S) -> ShellResult:
+        args = {"sandbox_id": self._sandbox_id, "command": command, "shell": "persistent", "timeout_s": timeout_s}
+        return await logged(self._log, "exec", args, lambda: self._shell.run(command, timeout_s=timeout_s), _whole)
+
+    async def close(self) -> None:
+        await self._shell.close()
+
+
+def _whole(result: ExecResult | ShellResult) -> Mapping[str, Any]:
+    return {name: getattr(result, name) for name in result.__struct_fields__}

@@ -1,0 +1,127 @@
+"""The contract of a tool, and what it works with.
+
+A tool's arguments are a msgspec Struct, from which its schema is made and by which a call's arguments are checked, so
+that the two can't differ. What a policy does wrong is told to it as the call's result; what the platform does wrong is
+raised.
+"""
+
+import time
+from typing import Any, Literal, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from barchan.errors import BackendError, BarchanError, CallerError, Denied, SandboxExpired
+from barchan.model.sandbox import ExecResult
+from barchan.rollout.ports import Sandbox, Shell
+
+CAPTURE_BYTES_MAX = 256 << 10  # per stream; what a policy is shown is far less
+
+
+class ToolOutput(Struct, frozen=True, kw_only=True):
+    """What a tool has to say.
+
+    Attributes:
+        content: For the policy.
+        agent_s: How long the agent's own work took by the guest's clock; None: all the time of the call.
+        submits: The attempt is handed in.
+    """
+
+    content: str
+    status: Literal["ok", "failed", "timed_out"] = "ok"
+    truncated: bool = False
+    agent_s: float | None = None
+    submits: bool = False
+
+
+class Workspace:
+    """The agent's sandbox as tools see it, with one shell that stays.
+
+    Attributes:
+        calls: Calls that tools were given, the one in progress included.
+        first_s: From asking for the first program to its start, an upper bound; None while there was none.
+    """
+
+    def __init__(self, sandbox: Sandbox, output_chars_max: int) -> None:
+        self.sandbox = sandbox
+        self.output_chars_max = output_chars_max
+        self.calls = 0
+        self.first_s: float | None = None
+        self._shell: Shell | None = None
+
+    async def exec(self, argv: tuple[str, ...], *, stdin: bytes, timeout_s: float) -> ExecResult:
+        """Run a program as the agent, both its outputs in one."""
+        started = time.monotonic()
+        result = await self.sandbox.exec(
+            argv, stdin=stdin, merge_stderr=True, timeout_s=timeout_s, max_output_bytes=CAPTURE_BYTES_MAX
+        )
+        if self.first_s is None:
+            self.first_s = max(0.0, time.monotonic() - started - result.usage.wall_s)
+        return result
+
+    async def shell(self) -> Shell:
+        if self._shell is None:
+            started = time.monotonic()
+            self._shell = await self.sandbox.shell(max_output_bytes=CAPTURE_BYTES_MAX)
+            if self.first_s is None:
+                self.first_s = time.monotonic() - started
+        return self._shell
+
+    async def close(self) -> None:
+        """End the shell, so that nothing waits for its output any more."""
+        if self._shell is not None:
+            await self._shell.close()
+
+    async def is_guests_doing(self, error: BarchanError) -> bool:
+        """Whether the guest itself can have caused a failure of an operation in it: its files, its limits.
+
+        Errors about the sandbox as a whole are not among them.
+        """
+        if isinstance(error, BackendError) and "wstatus" in error.details:
+            return (await self.sandbox.stats()).oom_kills > 0
+        if not isinstance(error, CallerError) or isinstance(error, SandboxExpired) or "sandbox_id" in error.details:
+            return False
+        return not isinstance(error, Denied) or "errno" in error.details
+
+
+class Tool(Protocol):
+    """Something a policy can call.
+
+    Attributes:
+        arguments: A Struct; its fields are the call's arguments, and `Meta(description=...)` says what they are.
+        keeps_time: `call` ends in `timeout_s` by itself; any other tool is cancelled then.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def arguments(self) -> type[Struct]: ...
+
+    @property
+    def keeps_time(self) -> bool: ...
+
+    async def call(self, workspace: Workspace, arguments: Any, /, *, timeout_s: float) -> ToolOutput:
+        """Carry a call out.
+
+        Args:
+            arguments: An instance of the tool's `arguments`.
+        """
+        ...
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """A tool as an OpenAI function."""
+    (described,), components = msgspec.json.schema_components([tool.arguments])
+    parameters = components.pop(described["$ref"].rpartition("/")[2])
+    parameters.pop("title", None)
+    parameters.pop("description", None)
+    if components:
+        parameters["$defs"] = components
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
+    }

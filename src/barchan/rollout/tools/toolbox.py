@@ -1,0 +1,109 @@
+"""A task's tools by name, and one call carried out whatever it looks like."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+from msgspec import Struct
+
+from barchan.errors import BarchanError, ReadTimeout, TaskError
+from barchan.rollout.calls import Status, ToolCall, ToolResult
+from barchan.rollout.imports import load_class
+from barchan.rollout.tools.base import Tool, ToolOutput, Workspace, schema_of
+from barchan.rollout.tools.bash import BashTool
+from barchan.rollout.tools.edit import EditTool
+from barchan.rollout.tools.python import PythonTool
+from barchan.rollout.tools.submit import SubmitTool
+
+BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in (BashTool(), PythonTool(), EditTool(), SubmitTool())}
+PLATFORM_SLACK_S = 45.0  # beyond a call's own time: more than the SDK gives the node, so that the SDK says what failed
+
+
+class Called(Struct, frozen=True, kw_only=True):
+    """One call's result, the agent's time it took, and whether it ended the attempt."""
+
+    result: ToolResult
+    agent_s: float
+    submits: bool
+
+
+def tool_named(name: str) -> Tool:
+    """One of ours, or a task's own by `module:Class`, made without arguments.
+
+    Raises:
+        InvalidSpec: There is none.
+    """
+    found = BUILT_IN.get(name)
+    return found if found is not None else cast(Tool, load_class(name, "tool")())
+
+
+class Toolbox:
+    """The tools that one task offers."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        tools = [tool_named(name) for name in names]
+        self._tools = {tool.name: tool for tool in tools}
+        self.names = frozenset(self._tools)
+        self.schemas: tuple[dict[str, Any], ...] = tuple(schema_of(tool) for tool in tools)
+
+    async def call(self, workspace: Workspace, call: ToolCall, timeout_s: float) -> Called:
+        """Carry a call out. What the platform fails to do is raised.
+
+        Raises:
+            TaskError: A tool of the task's own failed.
+        """
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return _refused(call, f"there is no tool {call.name[:60]!r}; there are: {', '.join(self._tools)}")
+        try:
+            arguments = msgspec.json.decode(call.arguments or "{}", type=tool.arguments)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            return _refused(call, f"the arguments of {call.name} are not right: {str(error)[:400]}")
+        workspace.calls += 1
+        started = time.monotonic()
+        output = await _bounded(tool, workspace, arguments, timeout_s)
+        spent_s = time.monotonic() - started
+        return Called(
+            result=_result(call, output.content, output.status, truncated=output.truncated),
+            agent_s=spent_s if output.agent_s is None else min(spent_s, output.agent_s),
+            submits=output.submits,
+        )
+
+
+def is_ours(tool: Tool) -> bool:
+    return BUILT_IN.get(tool.name) is tool
+
+
+async def _bounded(tool: Tool, workspace: Workspace, arguments: Struct, timeout_s: float) -> ToolOutput:
+    limit_s = timeout_s + PLATFORM_SLACK_S if tool.keeps_time else timeout_s
+    try:
+        async with asyncio.timeout(limit_s) as clock:
+            return await tool.call(workspace, arguments, timeout_s=timeout_s)
+    except TimeoutError as error:
+        if clock.expired() and not tool.keeps_time:
+            return ToolOutput(content=f"[timed out after {timeout_s:.0f} s]", status="timed_out")
+        failure = ReadTimeout if is_ours(tool) else TaskError
+        raise failure(f"tool {tool.name} did not end in its time") from error
+    except BarchanError as error:
+        if await workspace.is_guests_doing(error):
+            return ToolOutput(content=f"error: {error}", status="failed")
+        raise
+    except Exception as error:
+        if is_ours(tool):
+            raise
+        raise TaskError(f"tool {tool.name}: {type(error).__name__}: {error}") from error
+
+
+def _refused(call: ToolCall, why: str) -> Called:
+    return Called(result=_result(call, f"error: {why}", "malformed"), agent_s=0.0, submits=False)
+
+
+def not_run(call: ToolCall, why: str) -> ToolResult:
+    """The result of a call that is not carried out."""
+    return _result(call, f"[not run: {why}]", "not_run")
+
+
+def _result(call: ToolCall, content: str, status: Status, *, truncated: bool = False) -> ToolResult:
+    return ToolResult(call_id=call.id, name=call.name, content=content, status=status, truncated=truncated)
