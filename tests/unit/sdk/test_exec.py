@@ -84,7 +84,7 @@ async def test_no_answer_in_time_is_a_read_timeout(node: FakeNode, sandbox: Asyn
 async def test_cancelling_kills_what_the_exec_started(node: FakeNode, sandbox: AsyncSandbox) -> None:
     """When the cancellation is seen, the program and its background children are dead."""
     call = asyncio.ensure_future(sandbox.exec("sleep 300 & echo $! > child; sleep 300", process_id="p"))
-    while not (node.folder / "child").exists() or not (node.folder / "child").read_text():
+    while (sandbox.id, "p") not in node.processes or len(node.processes[sandbox.id, "p"].pids()) < 3:
         await asyncio.sleep(0.01)
     assert len(node.processes[sandbox.id, "p"].pids()) == 3
     call.cancel()
