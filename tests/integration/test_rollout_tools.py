@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import uuid
@@ -242,6 +243,12 @@ BREAKERS = {
     "memory": "python3 -c 'x = bytearray(1 << 30); input()'",
     "kills its shell": "kill -9 $$",
     "kills all it can": "kill -9 -1",
+    "stops its shell": "kill -STOP $$",
+    "replaces its shell": "exec sleep 600",
+    "closes the shell's input": "exec 0<&-",
+    "closes the shell's descriptors": 'for fd in 0 1 2 8 9 $(ls /proc/$$/fd); do eval "exec $fd>&-"; done',
+    "lets its shell write nothing": "ulimit -f 0; ulimit -n 3; ulimit -u 1",
+    "hides its programs": "PATH=/nowhere; unset HOME; alias echo=false; printf() { exit 9; }; command() { exit 9; }",
     "fills its disk": "head -c 4G /dev/zero > big; true",
 }
 
@@ -250,7 +257,7 @@ BREAKERS = {
 async def test_breaking_its_own_sandbox_is_never_void(client: AsyncClient, command: str) -> None:
     """The policy reads what happened, may go on as far as it can, and is scored for what it hands in."""
     turns = [[bash(command)], [bash("echo still here")], [call_to("python", code="print(1)"), call_to("submit")]]
-    _, verdict = await finished(client, limited(call_s_max=20.0), *turns)
+    _, verdict = await finished(client, limited(call_s_max=3.0), *turns)
     assert (verdict.status, verdict.reward) == ("scored", 0.0)
 
 
@@ -465,3 +472,23 @@ def test_a_policy_of_the_users_own(node: NodeProcess, tmp_path: Path) -> None:
     verdicts = {row.sample_index: row.verdict for row in read_rollouts(tmp_path / "r")}
     assert (verdicts[0].status, verdicts[0].fault, verdicts[0].reward) == ("void", "caller", None)
     assert verdicts[1].reward == 1.0
+
+
+PAGE = Path(__file__).parents[2] / "docs/rollouts.md"
+
+
+def test_the_examples_of_the_page_run(node: NodeProcess, tmp_path: Path) -> None:
+    """Both programs of docs/rollouts.md do what they say there."""
+    policy, by_hand = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text(policy)
+    (tmp_path / "hand.py").write_text(
+        by_hand.replace("connect_async()", f"connect_async(state_dir={str(node.state_dir)!r})")
+    )
+    words = ["--policy", "mine:Policy", "--limit", "1", "--out", "r", "--state-dir", str(node.state_dir), "--json"]
+    run = [sys.executable, "-m", "barchan.cli", "rollout", "humaneval", *words]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["turns"] == 2
+    done = subprocess.run([sys.executable, "hand.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "completed scored 1.0"

@@ -90,7 +90,8 @@ class Rollout:
         try:
             if self._open_log is not None:
                 self._log = await self._open_log(self._job)
-            self._log.entry("message", {**self._messages[0], "tools": self._toolbox.schemas})
+            offered = {"tools": self._toolbox.schemas} if self.task.limits.turns_max > 1 else {}
+            self._log.entry("message", {**self._messages[0], **offered})
             sandbox = await self._sandboxes.create("agent")
         except Exception as error:
             await self._end(verdict_of_error(error, self.stage))
@@ -289,7 +290,11 @@ class Rollout:
                 "grade",
                 {"grader": "functions", "artifact": source},
                 lambda: grader.grade(source),
-                lambda grading: {**asdict(grading), "sandbox_ids": list(self._sandboxes.ids["grader"])},
+                lambda grading: {
+                    "report": grading.report,
+                    "control": grading.control,
+                    "sandbox_ids": self._sandboxes.ids["grader"],
+                },
             )
         finally:
             self._spent_s["grade"] -= self._sandboxes.queue_s - queued_s

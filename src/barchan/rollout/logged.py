@@ -53,14 +53,8 @@ class LoggedSandbox:
         timeout_s: float = DEFAULT_EXEC_TIMEOUT_S,
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
     ) -> ExecResult:
-        args = {
-            "sandbox_id": self.id,
-            "command": command,
-            "stdin": stdin,
-            "user": user,
-            "cwd": cwd,
-            "timeout_s": timeout_s,
-        }
+        asked = {"stdin": stdin, "user": user, "cwd": cwd}
+        args = {"sandbox_id": self.id, "command": command, "timeout_s": timeout_s, **_given(asked)}
 
         async def work() -> ExecResult:
             return await self._sandbox.exec(
@@ -127,5 +121,11 @@ class LoggedShell:
         await self._shell.close()
 
 
+def _given(members: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that say something: readers take a missing one for its default."""
+    return {name: value for name, value in members.items() if value}
+
+
 def _whole(result: ExecResult | ShellResult) -> Mapping[str, Any]:
-    return {name: getattr(result, name) for name in result.__struct_fields__}
+    members = {name: getattr(result, name) for name in result.__struct_fields__}
+    return {"exit_code": members.pop("exit_code"), **_given(members)}
