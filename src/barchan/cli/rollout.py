@@ -129,9 +129,8 @@ def humaneval(
         concurrency=concurrency or ROLLOUTS_PER_CPU * len(os.sched_getaffinity(0)),
         memory_mib=memory_mib,
     )
-    with _run_folder(out, policy, settings.run_id) as store:
-        with asyncio.Runner(loop_factory=_new_loop) as runner:
-            summary, interrupted = runner.run(_run(tasks, policy, make_policy, settings, store, common))
+    with _run_folder(out, policy, settings.run_id) as store, asyncio.Runner(loop_factory=_new_loop) as runner:
+        summary, interrupted = runner.run(_run(tasks, policy, make_policy, settings, store, common))
     print_summary(summary)
     if common.json:
         print_json(summary)
