@@ -97,7 +97,7 @@ class Dumped:
         self.python_in = link.stdin(self.python.handle, 0, "time.monotonic()\n")
         self.monotonic_s = float(link.expect(self.python.handle, "\n"))
         link.expect(self.bulk.handle, "x")
-        self.listed = guest.decode_list(link.request(lambda tag: guest.list_from(tag, 0)))
+        self.listed = guest.decode_list(link.request(lambda tag: guest.list_from(0, tag)))
 
     def look(self) -> None:
         """What can be seen only while it lives: mounts, places in cgroups, the init's files in hidden mounts."""

@@ -53,7 +53,7 @@ class Checks:
     def protocol(self, link: Guest) -> None:
         dumped = self.dumped
         shell, python, bulk = dumped.shell.handle, dumped.python.handle, dumped.bulk.handle
-        listed = guest.decode_list(link.request(lambda tag: guest.list_from(tag, 0)))
+        listed = guest.decode_list(link.request(lambda tag: guest.list_from(0, tag)))
         self.check("LIST shows the same processes", listed == dumped.listed, [item.process_id for item in listed])
         for handle in (shell, bulk):
             link.follow(handle, 0)
