@@ -32,7 +32,7 @@ from barchan.sdk.aio.client import AsyncClient
 app = App(name="rollout", help_format="plaintext")
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
-ROLLOUTS_PER_CPU = 4
+ROLLOUTS_PER_CPU = 2
 
 
 @app.command
