@@ -55,11 +55,52 @@ async def test_a_sandbox_ends_when_idle_but_not_while_a_program_runs(client: Asy
     await busy.kill()
 
 
+async def test_a_program_that_nobody_waits_for_is_seen_to_end(client: AsyncClient) -> None:
+    """Its deadline passes without harm, it counts as running no more, and the sandbox can become idle."""
+    sandbox = await client.create("debian", idle_timeout_s=1.5)
+    process = await sandbox.start("exit 3", timeout_s=1)
+    await asyncio.sleep(0.5)
+    assert (await sandbox.info()).processes_running == 0
+    await asyncio.sleep(0.8)
+    ended = await process.info()
+    assert (ended.exit_code, ended.timed_out) == (3, False)
+    await asyncio.sleep(4)
+    assert (await sandbox.info()).end_cause == "idle_timeout"
+
+
+async def test_a_guest_can_not_make_its_own_acts_the_platforms_fault(client: AsyncClient) -> None:
+    """A broken user table and a name that is not text are told as what they are."""
+    async with await client.create("debian") as sandbox:
+        await sandbox.exec(["python3", "-c", r"open(b'/tmp/\xff', 'w')"])
+        assert [entry.path for entry in await sandbox.files.list("/tmp")] == ["/tmp/\N{REPLACEMENT CHARACTER}"]
+        await sandbox.exec("rm /etc/passwd", user="root")
+        with pytest.raises(barchan.GuestWrecked) as caught:
+            await sandbox.files.read("/etc/hostname")
+        assert caught.value.fault == "policy"
+
+
+async def test_what_can_never_fit_is_refused(client: AsyncClient) -> None:
+    """No waiting helps against more memory or processors than the machine has."""
+    for options in ({"memory_mib": 1 << 20}, {"cpus": 1000}):
+        with pytest.raises(barchan.InvalidSpec, match="never fit"):
+            await client.create("debian", **options)
+
+
+async def test_a_long_path_is_a_path(client: AsyncClient) -> None:
+    """Up to the kernel's own bound, whatever its characters take on the wire."""
+    async with await client.create("debian") as sandbox:
+        path = "/tmp/" + "/".join(["\N{CJK UNIFIED IDEOGRAPH-6F22}" * 60] * 18)
+        await sandbox.files.write(path, b"deep")
+        assert await sandbox.files.read(path) == b"deep"
+
+
 async def test_a_create_id_names_one_sandbox(client: AsyncClient) -> None:
     """Asked twice, at once or later, it is the same one."""
     first, second = await asyncio.gather(*(client.create("debian", create_id="once") for _ in range(2)))
     third = await client.create("debian", create_id="once")
     assert first.id == second.id == third.id
+    with pytest.raises(barchan.Conflict):
+        await client.create("debian", create_id="once", memory_mib=64)
     await first.kill()
     with pytest.raises(barchan.SandboxExpired):
         await client.create("debian", create_id="once")

@@ -37,6 +37,7 @@ class Reader:
 
     def __init__(self, stdout_offset: int = 0, stderr_offset: int = 0) -> None:
         self.next_offset = {wire.STDOUT: stdout_offset, wire.STDERR: stderr_offset}
+        self.is_finished = False
         self.consumed = dict(self.next_offset)
 
     def output(self, stream: int, offset: int, data: bytes) -> None:
@@ -93,6 +94,13 @@ class GuestProcess:
             self.remove_reader(reader)
             raise
 
+    async def hear_exit(self) -> None:
+        """Ask the init to tell of its end. A little output comes with that, and goes to nobody."""
+        frame = await self._connection.request(lambda tag: wire.follow(tag, self.handle, 0, 0))
+        if wire.decode_spool(frame.body).exited:
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                await asyncio.shield(self.ended)
+
     async def follow_again(self) -> wire.Spool:
         """Ask the init to push from the lowest offset that a reader still wants."""
         lowest = {stream: min(reader.next_offset[stream] for reader in self.readers) for stream in self._acked}
@@ -117,13 +125,14 @@ class GuestProcess:
         stream, end = pushed.stream, pushed.offset + len(pushed.data)
         for reader in list(self.readers):
             wanted = reader.next_offset[stream]
-            if end <= wanted and pushed.data:
+            if end <= wanted:
                 continue
             if pushed.offset > wanted and reader in self._attaching:
                 continue  # pushed before the init knew of this reader: its own bytes come behind the FOLLOW's reply
             skip = max(0, wanted - pushed.offset)
             reader.next_offset[stream] = end
             reader.output(stream, pushed.offset + skip, pushed.data[skip:] if skip else pushed.data)
+            self._settle(reader)
         self.acknowledge(stream)
 
     def acknowledge(self, stream: int) -> None:
@@ -140,6 +149,15 @@ class GuestProcess:
         if not self.ended.done():
             self.ended.set_result(pushed)
         for reader in list(self.readers):
+            self._settle(reader)
+
+    def _settle(self, reader: Reader) -> None:
+        """Tell a reader when it has all that the main process wrote: EXIT overtakes output that waits for an ACK."""
+        if self.exit is None or reader.is_finished:
+            return
+        ends = {wire.STDOUT: self.exit.stdout_end, wire.STDERR: self.exit.stderr_end}
+        if all(reader.next_offset[stream] >= end for stream, end in ends.items()):
+            reader.is_finished = True
             reader.finished()
 
     def take_end(self, pushed: wire.End) -> None:
@@ -232,6 +250,8 @@ class GuestConnection:
         for process in list(self.processes.values()):
             if process.readers:
                 await process.follow_again()
+            elif process.exit is None:
+                await process.hear_exit()
 
     def close(self) -> None:
         """Let go of the guest, which lives on."""
@@ -404,6 +424,13 @@ class GuestConnection:
             lambda tag: wire.stdin(tag, process.handle, offset, data, eof=eof), timeout_s=timeout_s
         )
         return wire.decode_number(frame.body, "<Q")
+
+    async def watch_running(self) -> None:
+        """Hear of the end of every process that runs, though an earlier node started it."""
+        for item in await self.listed():
+            if not item.exited:
+                process = self._register(item.process_id, wire.Started(item.handle, item.pid, True), None)
+                await process.hear_exit()
 
     async def listed(self) -> list[wire.Listed]:
         found: list[wire.Listed] = []

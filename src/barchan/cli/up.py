@@ -1,10 +1,16 @@
 """`barchan up`."""
 
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
-from barchan.cli.common import DEFAULTS, Common, print_json
+import msgspec
+
+from barchan.cli.common import DEFAULTS, PLATFORM, Common, print_json
+from barchan.errors import BackendError, from_wire
+from barchan.wire.api import ErrorBody
 
 
 def up(*, listen: str = "127.0.0.1:7070", common: Common = DEFAULTS) -> int:
@@ -24,13 +30,34 @@ def up(*, listen: str = "127.0.0.1:7070", common: Common = DEFAULTS) -> int:
     state_dir = common.local_state_dir
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     token_file = common.token_file.absolute() if common.token_file else state_dir / "token"
-    if common.json:
-        print_json({"url": f"http://{listen}", "token_file": str(token_file), "socket": str(state_dir / "node.sock")})
-    else:
-        sys.stdout.write(_how_to_connect(listen, token_file))
-        sys.stdout.flush()
     node = [sys.executable, "-m", "barchan.node", "--state-dir", str(state_dir), "--idle-exit-s", "0"]
-    os.execv(sys.executable, [*node, "--listen", listen, "--token-file", str(token_file)])
+    node += ["--listen", listen, "--token-file", str(token_file)]
+    ready, ready_end = os.pipe()
+    with subprocess.Popen([*node, "--ready-fd", str(ready_end)], pass_fds=(ready_end,)) as process:
+        for number in (signal.SIGINT, signal.SIGTERM):  # the node ends on them, and this command when it has
+            signal.signal(number, lambda caught, _: process.send_signal(caught))
+        os.close(ready_end)
+        with open(ready, "rb") as pipe:
+            said = pipe.readline()
+        if said != b"ready\n":
+            process.wait()
+            raise _refusal(said)
+        if common.json:
+            print_json(
+                {"url": f"http://{listen}", "token_file": str(token_file), "socket": str(state_dir / "node.sock")}
+            )
+        else:
+            sys.stdout.write(_how_to_connect(listen, token_file))
+            sys.stdout.flush()
+        return PLATFORM if process.wait() else 0
+
+
+def _refusal(said: bytes) -> Exception:
+    try:
+        body = msgspec.json.decode(said, type=ErrorBody)
+    except msgspec.MsgspecError:
+        return BackendError("the node did not start, and what it said is above")
+    return from_wire(body.code, body.message, body.details)
 
 
 def _how_to_connect(listen: str, token_file: Path) -> str:

@@ -90,9 +90,20 @@ def _token(path: Path) -> str:
 
 def _address(listen: str) -> tuple[str, int]:
     host, separator, port = listen.rpartition(":")
-    if not separator or not port.isdigit():
-        raise InvalidSpec(f"--listen {listen}: give HOST:PORT")
+    if not separator or not host or not port.isdigit() or not 1 <= int(port) <= 65_535:
+        raise InvalidSpec(f"--listen {listen}: give HOST:PORT, with a port from 1 to 65535")
     return host.strip("[]"), int(port)
+
+
+def _runner(server: Server) -> web.AppRunner:
+    """A path in a query may have 4 KiB, and each byte of it three on the wire."""
+    return web.AppRunner(
+        server.application(),
+        access_log=None,
+        handler_cancellation=True,
+        max_line_size=32 << 10,
+        max_field_size=32 << 10,
+    )
 
 
 async def _serve(arguments: argparse.Namespace, sandboxes: Sandboxes) -> None:
@@ -103,25 +114,24 @@ async def _serve(arguments: argparse.Namespace, sandboxes: Sandboxes) -> None:
     socket_path = arguments.state_dir / "node.sock"
     try:
         await sandboxes.start()
-        local = web.AppRunner(
-            Server(sandboxes, None, stop, os.getpid()).application(), access_log=None, handler_cancellation=True
-        )
+        local = _runner(Server(sandboxes, None, stop, os.getpid()))
         runners.append(local)
         await local.setup()
         socket_path.unlink(missing_ok=True)
         await web.UnixSite(local, os.fspath(socket_path), backlog=1024).start()
         if arguments.listen:
             token = _token(arguments.token_file or arguments.state_dir / "token")
-            remote = web.AppRunner(
-                Server(sandboxes, token, stop, os.getpid()).application(), access_log=None, handler_cancellation=True
-            )
+            remote = _runner(Server(sandboxes, token, stop, os.getpid()))
             runners.append(remote)
             await remote.setup()
-            await web.TCPSite(remote, *_address(arguments.listen), backlog=1024).start()
+            try:
+                await web.TCPSite(remote, *_address(arguments.listen), backlog=1024).start()
+            except OSError as error:
+                raise Conflict(f"can't listen on {arguments.listen}: {error.strerror}") from error
         _say(arguments.ready_fd, b"ready")
         arguments.ready_fd = None
         await _until_idle(stop, sandboxes, arguments.idle_exit_s)
-        socket_path.unlink(missing_ok=True)  # a client that comes now starts the next node
+        socket_path.unlink()  # a client that comes now starts the next node
         if not sandboxes.live:
             await sandboxes.shutdown()
     finally:

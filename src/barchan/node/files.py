@@ -9,7 +9,16 @@ from collections.abc import AsyncIterable, AsyncIterator
 
 from barchan.backends.base import Handle
 from barchan.backends.guest import GuestProcess
-from barchan.errors import BackendError, BarchanError, Conflict, Denied, InvalidSpec, NotFound, QuotaExceeded
+from barchan.errors import (
+    BackendError,
+    BarchanError,
+    Conflict,
+    Denied,
+    GuestWrecked,
+    InvalidSpec,
+    NotFound,
+    QuotaExceeded,
+)
 from barchan.model.sandbox import FileChange, FileInfo
 from barchan.node.collect import Collector, Stream
 from barchan.node.processes import APPLET_PREFIX, STDIN_INLINE_MAX, Defaults, Processes
@@ -19,6 +28,7 @@ from barchan.wire.guest import Scope, StartFlag
 KINDS = {"f": "file", "d": "directory", "l": "symlink", "c": "device", "b": "device", "p": "fifo", "s": "socket"}
 READY = "r"
 CHANGES = {"c": "created", "m": "modified", "d": "removed", "v": "moved", "o": "overflow"}
+CANNOT_START = 126  # an applet that can't become its user: the guest has changed its /etc/passwd
 LIST_BYTES_MAX = 256 << 20
 STREAM_SPOOL_BYTES = 1 << 20
 
@@ -173,5 +183,7 @@ def _raise_failed(process: GuestProcess, said: bytes, argv: tuple[str, ...]) -> 
     number, _, message = said.decode("utf-8", "replace").strip().partition(" ")
     if number.isdigit():
         cls = _CLASSES.get(int(number), InvalidSpec)
-        raise cls(f"{argv[0]} {' '.join(argv[1:3])}: {message or os.strerror(int(number))}", errno=int(number))
+        raise cls(f"{argv[0]}: {message or f'{argv[1]}: {os.strerror(int(number))}'}", errno=int(number))
+    if os.WIFEXITED(ended.wstatus) and os.WEXITSTATUS(ended.wstatus) == CANNOT_START:
+        raise GuestWrecked(f"{argv[0]} {argv[1]}: {said.decode('utf-8', 'replace').strip()}")
     raise BackendError(f"{argv[0]} {argv[1]} failed in the guest: {said[:200]!r}", wstatus=ended.wstatus)

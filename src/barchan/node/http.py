@@ -21,6 +21,7 @@ from barchan.wire.api import MSGPACK, ROUTES, Empty, Signalled, StdinWritten
 HEARTBEAT_S = 5.0
 WAIT_S_MAX = 60.0
 _PIECE_BYTES = 256 << 10
+OFFSET_MAX = (1 << 63) - 1
 _STREAMING = web.RequestKey("streaming", web.StreamResponse)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -83,7 +84,7 @@ class Server:
         try:
             return (as_msgpack if request.content_type == MSGPACK else as_json).decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidSpec(f"the body is not a {name} request: {error}") from error
+            raise InvalidSpec(f"the body does not fit {name}: {error}") from error
 
     def _live(self, request: web.Request) -> Live:
         return self._sandboxes.get(request.match_info["sandbox_id"])
@@ -226,7 +227,7 @@ class Server:
     # files
 
     async def file_read(self, request: web.Request) -> web.StreamResponse:
-        offset, length = _number(request, "offset", 0), _number(request, "length", -1)
+        offset, length = _number(request, "offset", 0), _number(request, "length", -1, least=-1)
         return await self._bytes_out(request, "read", str(offset), str(length))
 
     async def tar_read(self, request: web.Request) -> web.StreamResponse:
@@ -248,7 +249,7 @@ class Server:
             await pieces.aclose()  # type: ignore[attr-defined]
 
     async def file_write(self, request: web.Request) -> web.StreamResponse:
-        mode = _number(request, "mode", 0o644)
+        mode = _number(request, "mode", 0o644, most=0o7777)
         parents = str(int(_flag(request, "parents", default=False)))
         return await self._bytes_in(request, "write", oct(mode)[2:], parents)
 
@@ -385,14 +386,17 @@ def _path(live: Live, request: web.Request, name: str) -> str:
     return live.processes.path(request.query[name])
 
 
-def _number(request: web.Request, name: str, default: int) -> int:
+def _number(request: web.Request, name: str, default: int, *, least: int = 0, most: int = OFFSET_MAX) -> int:
     raw = request.query.get(name)
     if raw is None:
         return default
     try:
-        return int(raw)
+        value = int(raw)
     except ValueError as error:
-        raise InvalidSpec(f"{name}={raw!r} is not a whole number") from error
+        raise InvalidSpec(f"{name}={raw[:40]!r} is not a whole number") from error
+    if not least <= value <= most:
+        raise InvalidSpec(f"{name}={value} is out of range")
+    return value
 
 
 def _seconds(request: web.Request, name: str) -> float:

@@ -72,6 +72,7 @@ class Processes:
         return (self._defaults.shell, "/proc/self/fd/3"), raw
 
     def _limits(self, limits: dict[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
+        limits = {name.lower(): pair for name, pair in limits.items()}
         unknown = sorted(set(limits) - set(_RLIMITS))
         if unknown:
             raise InvalidSpec(f"no resource limit {unknown[0]!r}; there are: {', '.join(sorted(_RLIMITS))}")
@@ -133,7 +134,7 @@ class Processes:
         """Start in the background."""
         if request.platform:
             await self._handle.platform_leaf()
-        flags = StartFlag(0)
+        flags = StartFlag.FOLLOW  # without a reader that means: hear of its end
         if request.overflow == "block":
             flags |= StartFlag.BLOCK
         if request.pty:
@@ -212,9 +213,7 @@ class Processes:
         """A process by its id, with its exit status if it has one."""
         process = await self._guest.find(process_id)
         if process.exit is None and not process.readers:  # its EXIT may have gone to an earlier node: ask again
-            probe = Collector(0)
-            await process.add_reader(probe)
-            process.remove_reader(probe)
+            await process.hear_exit()
         return process
 
     async def listed(self) -> list[ProcessInfo]:
@@ -266,7 +265,9 @@ class Processes:
             oom_killed=self._oom(process, code),
             stdout=stdout,
             stderr=stderr,
-            truncated=not (stdout_whole and stderr_whole),
+            truncated=not (
+                stdout_whole and stderr_whole and out.end >= ended.stdout_end and err.end >= ended.stderr_end
+            ),
             stdout_bytes=max(out.end, ended.stdout_end),
             stderr_bytes=max(err.end, ended.stderr_end),
             usage=usage_of(ended),
@@ -317,7 +318,7 @@ def signal_number(signal: str | int) -> int:
     Raises:
         InvalidSpec: There is no such signal.
     """
-    names: Iterable[str] = (str(signal), f"SIG{signal}")
+    names: Iterable[str] = (str(signal).upper(), f"SIG{signal}".upper())
     for name in names:
         if name in signals.Signals.__members__:
             return signals.Signals[name].value

@@ -1,11 +1,14 @@
 """The node agent proper: every sandbox of this node, from its request to its end."""
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from barchan import backends
 from barchan.backends.base import Backend, Ended, Handle
@@ -17,6 +20,7 @@ from barchan.errors import (
     BarchanError,
     CallerError,
     CapacityError,
+    Conflict,
     InvalidSpec,
     NodeLost,
     NotFound,
@@ -98,6 +102,8 @@ class Sandboxes:
         self.create_failures_total = 0
         self.last_used = asyncio.get_running_loop().time()
         self._version = version
+        self._memory_mib = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) >> 20
+        self._cpus = os.cpu_count() or 1
         self._weaken = weaken
         self._state_dir = state_dir
         self._started = time.monotonic()
@@ -143,6 +149,7 @@ class Sandboxes:
         if row.spec.create_id:
             self.by_create[row.spec.create_id] = live
         await self._finish_boot(live)
+        await handle.guest.watch_running()
         live.booted.set_result(None)
 
     async def backend(self, name: str) -> Backend:
@@ -206,6 +213,10 @@ class Sandboxes:
                 if row is not None:
                     raise self._gone(row)
             else:
+                if _identity(before.spec) != _identity(spec):
+                    raise Conflict(
+                        f"create id {spec.create_id!r} was used for another sandbox", create_id=spec.create_id
+                    )
                 await asyncio.shield(before.booted)
                 return before.info(self.node_id)
         self._check(spec)
@@ -227,6 +238,11 @@ class Sandboxes:
         if spec.detach and spec.ttl_s is None and spec.idle_timeout_s is None:
             raise InvalidSpec("a detached sandbox needs ttl_s or idle_timeout_s, or nothing would ever end it")
         parse_allow(spec.allow_hosts)
+        if spec.memory_mib > self._memory_mib or spec.cpus > self._cpus:
+            raise InvalidSpec(
+                f"memory_mib={spec.memory_mib}, cpus={spec.cpus:g} can never fit this node: "
+                f"it has {self._memory_mib} MiB and {self._cpus} processors"
+            )
         if (spec.network == "allow") != bool(spec.allow_hosts):
             raise InvalidSpec('allow_hosts goes with network="allow", and network="allow" needs at least one host')
 
@@ -472,3 +488,8 @@ class Sandboxes:
                     "task": task,
                 }
             )
+
+
+def _identity(spec: SandboxSpec) -> SandboxSpec:
+    """What two creates of one id must have in common: all but who holds it."""
+    return replace(spec, lease_id=None)

@@ -127,7 +127,8 @@ class Fields:
         return value
 
     def str(self) -> str:
-        return self.bytes().decode("utf-8", "surrogateescape")
+        """Text from a guest; what is not UTF-8 becomes U+FFFD, since not every reader of ours can carry it."""
+        return self.bytes().decode("utf-8", "replace")
 
     @property
     def done(self) -> bool:
@@ -414,6 +415,6 @@ def decode_changes(data: bytes) -> tuple[list[tuple[str, str]], bytes]:
             raise RemoteProtocolError("a guest sent a change record with an absurd path")
         if len(data) - at < 5 + length:
             break
-        changes.append((chr(kind), data[at + 5 : at + 5 + length].decode("utf-8", "surrogateescape")))
+        changes.append((chr(kind), data[at + 5 : at + 5 + length].decode("utf-8", "replace")))
         at += 5 + length
     return changes, data[at:]

@@ -1,9 +1,14 @@
 """Head and tail of a long output."""
 
+import asyncio
+from typing import Any, cast
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from barchan.node.collect import HeadTail
+from barchan.backends.guest import GuestConnection, GuestProcess
+from barchan.node.collect import Collector, HeadTail
+from barchan.wire import guest as wire
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=20), st.integers(0, 200))
@@ -30,3 +35,42 @@ def test_a_gap_makes_it_incomplete() -> None:
     kept.add(0, b"abc")
     kept.add(10, b"xyz")
     assert kept.value() == (b"abcxyz", False)
+
+
+class _Connection:
+    """What a process needs of its connection here: a loop, and somewhere to send ACKs."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    def send(self, data: bytes) -> None:
+        """Nobody reads them."""
+
+
+def _exit(stdout_end: int) -> wire.Exit:
+    fields: dict[str, Any] = dict.fromkeys(wire.Exit.__struct_fields__, 0)
+    return wire.Exit(**{**fields, "handle": 1, "stdout_end": stdout_end})
+
+
+async def test_an_exit_that_overtakes_output_does_not_end_the_collecting() -> None:
+    """EXIT does not wait for ACKs: the rest of what the process wrote comes behind it."""
+    process = GuestProcess(cast(GuestConnection, _Connection()), "p", wire.Started(1, 1, False))
+    collector = Collector(100)
+    process.readers.append(collector)
+    process.take_output(wire.Output(1, wire.STDOUT, 0, b"abc"))
+    process.take_exit(_exit(6))
+    assert not collector.done.done()
+    process.take_output(wire.Output(1, wire.STDOUT, 3, b"def"))
+    assert collector.done.done()
+    assert collector.streams[wire.STDOUT].value() == (b"abcdef", True)
+
+
+async def test_a_loss_at_the_end_is_told_and_waits_for_nothing() -> None:
+    """An empty OUTPUT frame at a later offset says that what was before it is gone."""
+    process = GuestProcess(cast(GuestConnection, _Connection()), "p", wire.Started(1, 1, False))
+    collector = Collector(100)
+    process.readers.append(collector)
+    process.take_exit(_exit(6))
+    process.take_output(wire.Output(1, wire.STDOUT, 6, b""))
+    assert collector.done.done()
+    assert collector.streams[wire.STDOUT].value() == (b"", False)
