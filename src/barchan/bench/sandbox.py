@@ -68,6 +68,8 @@ def run(ground: Ground, count: int, idle_count: int, say: Say) -> Report:
     bares: list[Bare] = []
     absent = peers.missing()
     share = max(5, count // ROUNDS)
+    say(f"memory of {idle_count} idle sandboxes")
+    idle = asyncio.run(_idle(ground, idle_count))  # first: what ended sandboxes leave in kernel caches would hide some
     for turn in range(ROUNDS):
         say(f"latency, round {turn + 1} of {ROUNDS}")
         samples["barchan"].add(_launch(ground, "cycle", share, 0)[0])
@@ -87,8 +89,6 @@ def run(ground: Ground, count: int, idle_count: int, say: Say) -> Report:
         rates.append(_rates(ground, count, launchers))
     say(f"burst of {idle_count}")
     burst = _launch(ground, "burst", idle_count, 0)[0]
-    say(f"memory of {idle_count} idle sandboxes")
-    idle = asyncio.run(_idle(ground, idle_count))
     _shut_down(ground)
     latency = {name: _percentiles(sample) for name, sample in samples.items()}
     burst_ms = Percentiles.of(burst.create_ms)
