@@ -12,12 +12,15 @@ def pack(source: Path, archive: IO[bytes]) -> None:
     """Write the content of a directory, members relative to it: files, directories and links; owners are not carried.
 
     Raises:
-        InvalidSpec: An entry can't be read, or is of a kind that does not travel.
+        InvalidSpec: An entry can't be read, or is of a kind that does not travel, or a link that may lead out of the
+            directory, which the sandbox refuses.
     """
 
     def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
         if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
             raise InvalidSpec(f"{source / member.name} is neither file, directory nor link")
+        if member.issym() and (why := _why_refused(member.name, member.linkname)):
+            raise InvalidSpec(f"{source / member.name} links to {member.linkname!r}, {why}: nothing was sent")
         member.uid = member.gid = 0
         member.uname = member.gname = ""
         return member
@@ -28,3 +31,16 @@ def pack(source: Path, archive: IO[bytes]) -> None:
                 tar.add(source / name, arcname=name, filter=plain)
     except OSError as error:
         raise InvalidSpec(f"can't read {error.filename or source}: {error.strerror or error}") from error
+
+
+def _why_refused(name: str, target: str) -> str:
+    """Why a sandbox would not make this symbolic link, "" if it would; its rules are those of `untar`."""
+    steps = [step for step in target.split("/") if step not in ("", ".")]
+    climbs = next((index for index, step in enumerate(steps) if step != ".."), len(steps))
+    if target.startswith("/"):
+        return "an absolute path; only relative links inside the directory can be uploaded"
+    if ".." in steps[climbs:]:
+        return "which goes up behind a name; `..` may only stand first in a link that is uploaded"
+    if climbs > name.count("/"):
+        return "which leads out of the directory that is uploaded"
+    return ""

@@ -185,3 +185,12 @@ def test_every_cut_of_an_archive_is_told(target: Path) -> None:
     for length in range(1, 512 + 700, 97):
         with pytest.raises(RemoteProtocolError):
             unpack(io.BytesIO(whole[:length]), target, 1 << 20)
+
+
+@pytest.mark.parametrize("link", ["/etc/hosts", "../../out", "a/../../b", ".."])
+def test_links_that_a_sandbox_refuses_are_refused_before_anything_is_sent(tmp_path: Path, link: str) -> None:
+    """The error names the link and where it leads."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/link").symlink_to(link if link != ".." else "../..")
+    with pytest.raises(InvalidSpec, match=r"deep/link links to .*nothing was sent"):
+        pack(tmp_path, io.BytesIO())
