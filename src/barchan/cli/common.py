@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Group, Parameter
 
-from barchan.errors import BarchanError, CallerError, InvalidSpec
+from barchan.errors import BarchanError, CallerError, Denied, InvalidSpec, NotFound
 from barchan.sdk.endpoint import default_state_dir
 from barchan.wire.api import error_body
 
@@ -110,20 +110,18 @@ def print_error(message: str, hint: str = "") -> None:
 
 def report(error: BarchanError, *, command: str, as_json: bool) -> int:
     """Say what went wrong, and what it makes the exit code."""
-    print_error(str(error), hint_of(error))
+    print_error(str(error), hint_of(error, command))
     if as_json:
         print_json({"error": error_body(error)})
-    if command in GUEST_COMMANDS:
+    if command.partition(" ")[0] in GUEST_COMMANDS:
         return NOT_THE_GUEST
     if isinstance(error, InvalidSpec):
         return USAGE
     return FAILED if isinstance(error, CallerError) or error.fault in ("policy", "task") else PLATFORM
 
 
+MISSING = {"sandbox_id": "barchan ps", "template": "barchan image list", "process_id": "another process"}
 HINTS = {
-    "not_found": "barchan ps, barchan image list",
-    "invalid_spec": "barchan COMMAND --help",
-    "denied": "BARCHAN_TOKEN or --token-file",
     "capacity": "again in a moment, or barchan ps to see what runs",
     "sandbox_expired": "barchan run",
     "requirement_missing": "barchan doctor",
@@ -134,8 +132,16 @@ HINTS = {
 DEFAULT_HINT = "barchan doctor; the node's own log is node.log in its state directory"
 
 
-def hint_of(error: BarchanError) -> str:
-    """The next step for an error whose message does not name one."""
+def hint_of(error: BarchanError, command: str) -> str:
+    """The next step for an error whose message does not name one; `command` with its own subcommand."""
+    if isinstance(error, InvalidSpec):
+        return f"barchan {command} --help".replace("  ", " ")
+    if isinstance(error, NotFound):
+        return next((hint for detail, hint in MISSING.items() if detail in error.details), "another path")
+    if isinstance(error, Denied):
+        if "errno" in error.details:  # the guest's kernel, about a file
+            return "another path, or --user root"
+        return "BARCHAN_TOKEN or --token-file" if "token" in str(error) else "--state-dir with a directory of yours"
     return HINTS.get(error.code, "" if error.fault in ("policy", "task") else DEFAULT_HINT)
 
 

@@ -61,8 +61,8 @@ def _upload(sandbox: Sandbox, local: str, path: str, user: str | None) -> None:
     files = sandbox.files.as_user(user)
     if not os.path.isdir(local):
         try:
-            is_directory = path.endswith("/") or files.stat(path).kind == "directory"
-        except NotFound:
+            is_directory = path.endswith("/") or files.stat(posixpath.join(path, ".")).kind == "directory"
+        except (NotFound, InvalidSpec):  # nothing there, or a file
             is_directory = False
         if is_directory:
             path = posixpath.join(path, os.path.basename(local))

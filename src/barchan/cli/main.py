@@ -91,13 +91,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         return _usage(str(error), command, as_json=as_json)
     except BarchanError as error:
-        return report(error, command=command, as_json=as_json)
+        return report(error, command=_full_name(before_guest), as_json=as_json)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough; the interpreter would complain when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+
+
+def _full_name(tokens: Sequence[str]) -> str:
+    """The command as it was called, with its subcommand if it has some: `image import`."""
+    has_subcommands = COMMANDS.get(tokens[0], ("", ""))[0].endswith(":app") if tokens else False
+    return " ".join(word for word in tokens[: 1 + has_subcommands] if not word.startswith("-"))
 
 
 def _usage(message: str, command: str, *, as_json: bool) -> int:

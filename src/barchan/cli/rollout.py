@@ -81,7 +81,7 @@ def humaneval(
     group
         Attempts at each problem.
     concurrency
-        Rollouts at once. [default: 4 per CPU of this machine]
+        Rollouts at once. [default: 2 per CPU of this machine]
     out
         A folder for the results. [default: runs/DATE-TIME-...]
     template

