@@ -10,8 +10,13 @@ Phase = Literal["pending", "booting", "ready", "paused", "hibernated", "stopped"
 Network = Literal["none", "open", "allow"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}$")]
 ProcessId = Annotated[str, Meta(min_length=1, max_length=128)]
-Label = Annotated[str, Meta(min_length=1, max_length=256)]
-Env = dict[str, str]
+DURATION_S_MAX = 31_536_000.0  # a year
+# No `=` in a label's name: queries write `name=value`.
+Label = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^=]+$")]
+EnvName = Annotated[str, Meta(pattern=r"^[^=\x00]+$")]
+Env = dict[EnvName, str]
+Seconds = Annotated[float, Meta(gt=0, le=DURATION_S_MAX)]
+Limit = Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # of a resource; -1: none
 
 DEFAULT_OUTPUT_BYTES = 1 << 20
 DEFAULT_EXEC_TIMEOUT_S = 300.0
@@ -45,8 +50,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     disk_mib: Annotated[int, Meta(ge=1, le=1 << 24)] = 1024
     network: Network = "none"
     allow_hosts: tuple[str, ...] = ()
-    ttl_s: Annotated[float, Meta(gt=0)] | None = None
-    idle_timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    ttl_s: Seconds | None = None
+    idle_timeout_s: Seconds | None = None
     env: Env = {}
     labels: dict[Label, str] = {}
     user: str | None = None
@@ -97,13 +102,13 @@ class ExecRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     argv: tuple[str, ...] | None = None
     shell: str | None = None
     process_id: ProcessId | None = None
-    timeout_s: Annotated[float, Meta(gt=0)] = DEFAULT_EXEC_TIMEOUT_S
+    timeout_s: Seconds = DEFAULT_EXEC_TIMEOUT_S
     max_output_bytes: Annotated[int, Meta(ge=0, le=1 << 30)] = DEFAULT_OUTPUT_BYTES
     stdin: bytes = b""
     env: Env = {}
     cwd: str | None = None
     user: str | None = None
-    rlimits: dict[str, tuple[int, int]] = {}
+    rlimits: dict[str, tuple[Limit, Limit]] = {}
     merge_stderr: bool = False
     platform: bool = False
 
@@ -118,13 +123,13 @@ class StartRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     argv: tuple[str, ...] | None = None
     shell: str | None = None
     process_id: ProcessId | None = None
-    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    timeout_s: Seconds | None = None
     stdin: bytes = b""
     stdin_open: bool = True
     env: Env = {}
     cwd: str | None = None
     user: str | None = None
-    rlimits: dict[str, tuple[int, int]] = {}
+    rlimits: dict[str, tuple[Limit, Limit]] = {}
     merge_stderr: bool = False
     platform: bool = False
     pty: bool = False

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
 from barchan.model.sandbox import ExecRequest, Network, SandboxSpec, StartRequest
+from barchan.sdk.checks import check_seconds, checked_env, checked_labels, checked_rlimits
 from barchan.wire.api import STDIN_INLINE_BYTES_MAX
 
 Command = str | Sequence[str]
@@ -73,8 +74,10 @@ def sandbox_spec(template: str | SandboxSpec, options: CreateOptions) -> Sandbox
         if fields.get("network", "allow") != "allow" or isinstance(allow, str):
             raise InvalidSpec('allow= is a list of host names and means network="allow"')
         fields |= {"network": "allow", "allow_hosts": tuple(allow)}
-    for name in {"env", "labels"} & set(fields):
-        fields[name] = dict(fields[name])
+    for name, checked in (("env", checked_env), ("labels", checked_labels)):
+        if name in fields:
+            fields[name] = checked(fields[name])
+    check_seconds(ttl_s=fields.get("ttl_s"), idle_timeout_s=fields.get("idle_timeout_s"))
     spec = (
         replace(template, **fields) if isinstance(template, SandboxSpec) else SandboxSpec(template=template, **fields)
     )
@@ -82,6 +85,8 @@ def sandbox_spec(template: str | SandboxSpec, options: CreateOptions) -> Sandbox
 
 
 def exec_request(command: Command, options: ExecOptions) -> ExecRequest:
+    if "timeout_s" in options and options["timeout_s"] is None:
+        raise InvalidSpec("an exec has a bound: give timeout_s a number of seconds, or start() it")
     return _request(ExecRequest, command, {**options})
 
 
@@ -91,6 +96,7 @@ def start_request(command: Command, options: StartOptions) -> StartRequest:
 
 def _request(kind: type[Request], command: Command, fields: dict[str, Any]) -> Request:
     """A string runs in a shell, a sequence is the program and its arguments. Every request gets a process id."""
+    check_seconds(timeout_s=fields.get("timeout_s"))
     if isinstance(command, str):
         fields["shell"] = command
     elif argv := tuple(command):
@@ -106,8 +112,9 @@ def _request(kind: type[Request], command: Command, fields: dict[str, Any]) -> R
             raise InvalidSpec(
                 f"{len(stdin)} bytes of stdin, more than {STDIN_INLINE_BYTES_MAX}: start() it and use write_stdin()"
             )
-    for name in {"env", "rlimits"} & set(fields):
-        fields[name] = dict(fields[name])
+    for name, checked in (("env", checked_env), ("rlimits", checked_rlimits)):
+        if name in fields:
+            fields[name] = checked(fields[name])
     if fields.get("process_id") is None:
         fields["process_id"] = uuid.uuid4().hex
     return kind(**fields)

@@ -77,7 +77,7 @@ class StdinWritten(Struct, frozen=True, kw_only=True):
 
 class MkdirRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str
-    mode: int = 0o755
+    mode: Annotated[int, Meta(ge=0, le=0o7777)] = 0o755
     parents: bool = True
     user: str | None = None
 

@@ -21,12 +21,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from barchan.errors import BarchanError, Conflict, Denied, NotFound
+from barchan.errors import BarchanError, Conflict, Denied, InvalidSpec, NotFound
 from barchan.model.node import Killed, LeaseInfo, LeaseRequest, NodeInfo
 from barchan.model.sandbox import (
     ExecRequest,
     ExecResult,
     FileChange,
+    FileInfo,
     OutputChunk,
     ProcessInfo,
     SandboxInfo,
@@ -178,6 +179,7 @@ class FakeNode:
         self.processes: dict[tuple[str, str], FakeProcess] = {}
         self.output_cut_bytes: int | None = None
         self.files: dict[str, bytes] = {}
+        self.entries: dict[str, FileInfo] = {}
         self.watches: list[list[str]] = []
         self._thread: threading.Thread | None = None
         self._up = threading.Event()
@@ -413,7 +415,10 @@ class FakeNode:
             if request.query.get("eof") == "true":
                 process.child.stdin.close()
             else:
-                await process.child.stdin.drain()
+                try:
+                    await process.child.stdin.drain()
+                except ConnectionError as error:
+                    raise InvalidSpec("takes no more input: Broken pipe") from error
         process.stdin_offset += len(data)
         return StdinWritten(offset=process.stdin_offset)
 
@@ -431,6 +436,9 @@ class FakeNode:
         """Tells the changes of the next entry of `watches`, and breaks off, or ends if there is no other entry."""
         response = web.StreamResponse()
         await response.prepare(request)
+        if not self.watches:
+            await self._stop.wait()
+            return response
         for name in self.watches.pop(0):
             await response.write(record(FileChange(kind="created", path=name)))
         if self.watches:
@@ -442,6 +450,11 @@ class FakeNode:
     async def on_file_write(self, request: web.Request) -> Empty:
         self.files[request.query["path"]] = await request.read()
         return Empty()
+
+    async def on_file_stat(self, request: web.Request) -> FileInfo:
+        if request.query["path"] not in self.entries:
+            raise NotFound("no such file")
+        return self.entries[request.query["path"]]
 
     async def on_file_read(self, request: web.Request) -> bytes:
         if request.query["path"] not in self.files:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from barchan.errors import ConnectionLost, InvalidSpec, NotFound, QuotaExceeded
+from barchan.errors import ConnectionLost, InvalidSpec, NotFound, QuotaExceeded, ReadTimeout
 from barchan.sdk.aio import files as files_module
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from tests.unit.sdk.fake_node import FakeNode
@@ -82,3 +82,11 @@ async def test_a_watch_that_never_gets_anywhere_ends(
         await anext(changes)
     assert node.calls["file_watch"] < 20
     assert await changes.next() is None
+
+
+async def test_a_watch_in_which_nothing_changes_says_so(sandbox: AsyncSandbox) -> None:
+    """The time-out names the directory, and ends the watch."""
+    watch = await sandbox.files.watch("/quiet", quiet_timeout_s=0.2)
+    with pytest.raises(ReadTimeout, match=r"nothing changed below /quiet for 0.2 s"):
+        await watch.next()
+    assert await watch.next() is None

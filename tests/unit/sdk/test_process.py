@@ -134,3 +134,20 @@ async def test_cancelling_a_start_kills_it(node: FakeNode, sandbox: AsyncSandbox
     with pytest.raises(asyncio.CancelledError):
         await call
     assert node.processes[sandbox.id, "gone"].are_gone()
+
+
+async def test_a_process_that_reads_nothing_is_named(node: FakeNode, sandbox: AsyncSandbox) -> None:
+    """The time-out of a write is laid on the process, not on the node."""
+    process = await sandbox.start(["sleep", "60"])
+    with pytest.raises(ReadTimeout, match=r"process \w+ took no more input for 0.3 s"):
+        await process.write_stdin(bytes(4 << 20), timeout_s=0.3)
+    await process.kill()
+
+
+async def test_a_process_that_writes_nothing_is_named(node: FakeNode, sandbox: AsyncSandbox) -> None:
+    """The time-out of a silent output is laid on the process, not on the node."""
+    process = await sandbox.start(["sleep", "60"])
+    with pytest.raises(ReadTimeout, match=r"process \w+ wrote nothing for 0.2 s"):
+        async for _ in process.output(quiet_timeout_s=0.2):
+            pass
+    await process.kill()

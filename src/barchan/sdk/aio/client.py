@@ -13,6 +13,7 @@ from barchan.model.node import ImageInfo, Killed, NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.cancel import clean_up, forget_error
+from barchan.sdk.checks import check_count, check_seconds, checked_labels
 from barchan.sdk.embedded import ensure_node
 from barchan.sdk.endpoint import Endpoint, checked_token, endpoint_of, remember_token, token_of
 from barchan.sdk.lease import Lease
@@ -73,6 +74,7 @@ class AsyncClient:
         Raises:
             CapacityError: The node has no room now; `details["retry_after_ms"]` says when to ask again.
         """
+        check_seconds(timeout_s=timeout_s)
         spec = sandbox_spec(template, options)
         if not spec.detach and spec.lease_id is None:
             spec = replace(spec, lease_id=await self._lease.ensure())
@@ -116,6 +118,8 @@ class AsyncClient:
         the event loop has disposed of it. With a `create_id`, the sandboxes are its `-0`, `-1`, ... and repeating finds
         them.
         """
+        check_seconds(timeout_s=timeout_s)
+        check_count(n=n)
         spec = sandbox_spec(template, options)
         turns = asyncio.Semaphore(_CREATING_MAX)
 
@@ -182,7 +186,7 @@ async def _end_all(
 
 
 def _labels(labels: Mapping[str, str]) -> list[str] | None:
-    return [f"{name}={value}" for name, value in labels.items()] or None
+    return [f"{name}={value}" for name, value in checked_labels(labels).items()] or None
 
 
 class Connecting:

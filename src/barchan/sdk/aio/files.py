@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import posixpath
 import stat
 import time
 from collections.abc import AsyncGenerator
@@ -12,6 +13,7 @@ from typing import IO, Any, BinaryIO, Self
 
 from barchan.errors import BarchanError, ConnectionLost, InvalidSpec, NotFound, QuotaExceeded, ReadTimeout
 from barchan.model.sandbox import FileChange, FileInfo
+from barchan.sdk.checks import check_seconds
 from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.http1 import Response
 from barchan.sdk.transport import RESEND_S, Call, Transport, encode, records, shared_transport
@@ -30,6 +32,7 @@ WATCH = Call("file_watch", FileChange)
 
 TRANSFER_TIMEOUT_S = 600.0
 READ_BYTES_MAX = 256 << 20
+LINKS_MAX = 40  # as many as the kernel follows
 TREE_BYTES_MAX = 4 << 30
 _PIECE_BYTES = 1 << 20
 _QUIET_S = 60.0
@@ -63,6 +66,7 @@ class AsyncFiles:
         Raises:
             QuotaExceeded: They are more than 256 MiB and no `length` says that so many are wanted; see `download`.
         """
+        check_seconds(timeout_s=timeout_s)
         bytes_max = length if length is not None else READ_BYTES_MAX
         target = self._target(READ, path=path, offset=offset, length=length if length is not None else bytes_max + 1)
         content = await self._transport.content(READ, target, timeout_s=timeout_s, bytes_max=bytes_max + 1)
@@ -84,6 +88,9 @@ class AsyncFiles:
         timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> None:
         """Replace a file in one step: readers see the old content or the whole new one. Text is written in UTF-8."""
+        check_seconds(timeout_s=timeout_s)
+        if not isinstance(data, bytes | bytearray | memoryview | str) and not callable(getattr(data, "read", None)):
+            raise InvalidSpec(f"data is bytes, str or a file opened in binary mode, not {type(data).__name__}")
         body = data.encode() if isinstance(data, str) else data
         target = self._target(WRITE, path=path, mode=mode, parents=parents)
         sent = bytes(body) if isinstance(body, bytes | bytearray | memoryview) else _pieces(body)
@@ -120,6 +127,7 @@ class AsyncFiles:
         self, local: str | os.PathLike[str], remote: str, *, timeout_s: float = TRANSFER_TIMEOUT_S
     ) -> None:
         """Copy a local file to `remote`, or the content of a local directory below `remote`."""
+        check_seconds(timeout_s=timeout_s)
         source = Path(local)
         try:
             info = await asyncio.to_thread(os.stat, source)
@@ -155,21 +163,39 @@ class AsyncFiles:
             QuotaExceeded: It is more than `max_bytes`.
             RemoteProtocolError: The tree holds what may not be written here; the message names the entry.
         """
+        check_seconds(timeout_s=timeout_s)
         target = Path(local)
-        info = await self.stat(remote)
-        if info.kind != "directory":
-            if await asyncio.to_thread(target.is_dir):
-                target = target / os.path.basename(remote)
-            mode = info.mode & 0o755 | 0o600 if info.kind == "file" else 0o644
-            await self._download_file(remote, target, mode, max_bytes, timeout_s)
-            return
+        info, source = await self._followed(remote)
+        try:
+            if info.kind != "directory":
+                if await asyncio.to_thread(target.is_dir):
+                    target = target / posixpath.basename(remote)
+                mode = info.mode & 0o755 | 0o600 if info.kind == "file" else 0o644
+                await self._download_file(source, target, mode, max_bytes, timeout_s)
+            else:
+                await self._download_tree(source, target, max_bytes, timeout_s)
+        except OSError as error:
+            raise InvalidSpec(f"can't write {error.filename or target} here: {error.strerror or error}") from error
+
+    async def _followed(self, path: str) -> tuple[FileInfo, str]:
+        """What a path leads to: if it is a symbolic link, the entry at its end, and the path of that."""
+        at = path
+        for _ in range(LINKS_MAX + 1):
+            info = await self.stat(at)
+            if info.kind != "symlink":
+                return info, at
+            # Not normalised: the sandbox's kernel knows where a `..` leads.
+            at = posixpath.join(posixpath.dirname(at.rstrip("/")), info.target)
+        raise InvalidSpec(f"{path} leads through more than {LINKS_MAX} symbolic links")
+
+    async def _download_tree(self, remote: str, local: Path, max_bytes: int, timeout_s: float) -> None:
         from barchan.sdk.untar import unpack
 
-        await asyncio.to_thread(target.mkdir, parents=True, exist_ok=True)
-        with TemporaryFile(dir=target) as archive:
+        await asyncio.to_thread(local.mkdir, parents=True, exist_ok=True)
+        with TemporaryFile(dir=local) as archive:
             await self._fetch(TAR_READ, self._target(TAR_READ, path=remote), archive, max_bytes, timeout_s)
             archive.seek(0)
-            await asyncio.to_thread(unpack, archive, target, max_bytes)
+            await asyncio.to_thread(unpack, archive, local, max_bytes)
 
     async def _download_file(self, remote: str, local: Path, mode: int, max_bytes: int, timeout_s: float) -> None:
         await asyncio.to_thread(local.parent.mkdir, parents=True, exist_ok=True)
@@ -204,7 +230,9 @@ class AsyncFiles:
         self, path: str, *, recursive: bool = True, quiet_timeout_s: float | None = WATCH_TIMEOUT_S
     ) -> "AsyncWatch":
         """Changes below a directory, from the return of this call on: iterate over them, and close at the end."""
-        watch = AsyncWatch(self._transport, self._target(WATCH, path=path, recursive=recursive), quiet_timeout_s)
+        check_seconds(quiet_timeout_s=quiet_timeout_s)
+        target = self._target(WATCH, path=path, recursive=recursive)
+        watch = AsyncWatch(self._transport, target, path, quiet_timeout_s)
         await watch.open()
         return watch
 
@@ -215,9 +243,10 @@ class AsyncWatch:
     `ReadTimeout` when nothing changed for `quiet_timeout_s`.
     """
 
-    def __init__(self, transport: Transport, target: str, quiet_timeout_s: float | None) -> None:
+    def __init__(self, transport: Transport, target: str, path: str, quiet_timeout_s: float | None) -> None:
         self._transport = transport
         self._target = target
+        self._path = path
         self._quiet_s = quiet_timeout_s
         self._response: Response | None = None
         self._changes: AsyncGenerator[FileChange, None] | None = None
@@ -254,6 +283,9 @@ class AsyncWatch:
                 await self.open()
                 if is_first:
                     return FileChange(kind="overflow", path="")
+            except ReadTimeout as error:
+                await self.aclose()
+                raise ReadTimeout(f"nothing changed below {self._path} for {self._quiet_s:g} s") from error
             except BarchanError:
                 await self.aclose()
                 raise

@@ -19,6 +19,7 @@ from barchan.errors import (
 from barchan.model.sandbox import OutputChunk, ProcessInfo, StartRequest
 from barchan.sdk.background import BACKGROUND
 from barchan.sdk.cancel import CLEANUP_S, clean_up, forget_error
+from barchan.sdk.checks import check_seconds
 from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.transport import CALL_TIMEOUT_S, RESEND_S, Call, Transport, encode, records, shared_transport
 from barchan.wire.api import Empty, ResizeRequest, Signalled, SignalRequest, StdinWritten
@@ -76,6 +77,7 @@ class AsyncProcess:
         Raises:
             ReadTimeout: It still runs after `timeout_s`, which does it no harm.
         """
+        check_seconds(can_be_zero=True, timeout_s=timeout_s)
         deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
         while True:
             started = time.monotonic()
@@ -114,6 +116,7 @@ class AsyncProcess:
         self, offset: int, stderr_offset: int, *, follow: bool, quiet_timeout_s: float | None
     ) -> AsyncGenerator[OutputChunk, None]:
         """As `output`, with the chunk `exit` that tells of the end of the main process; others may still write then."""
+        check_seconds(quiet_timeout_s=quiet_timeout_s)
         reached: dict[str, int] = {"stdout": offset, "stderr": stderr_offset}
         last_at = time.monotonic()
         lost_at: float | None = None
@@ -140,9 +143,11 @@ class AsyncProcess:
                 loss = ConnectionLost(f"the output of process {self.id} ended before the process did", sent=1)
             except ConnectionLost as error:
                 loss = error
-            except ReadTimeout:
+            except ReadTimeout as error:
                 if quiet_timeout_s is not None and time.monotonic() >= last_at + quiet_timeout_s:
-                    raise
+                    raise ReadTimeout(
+                        f"process {self.id} wrote nothing for {quiet_timeout_s:g} s", process_id=self.id
+                    ) from error
                 continue
             finally:
                 response.close()
@@ -158,6 +163,7 @@ class AsyncProcess:
             eof: Close stdin after it.
             timeout_s: For each MiB; then `ReadTimeout`, with a part of the data possibly written.
         """
+        check_seconds(timeout_s=timeout_s)
         payload = data.encode() if isinstance(data, str) else bytes(data)
         await BACKGROUND.call(self._write_stdin(payload, eof, timeout_s))
 
@@ -175,7 +181,12 @@ class AsyncProcess:
             while not sent_all:
                 piece = data[len(data) - (end - at) :][:_STDIN_BYTES]
                 sent_all = at + len(piece) == end
-                reply = await self._send_stdin(piece, at, eof and sent_all, timeout_s)
+                try:
+                    reply = await self._send_stdin(piece, at, eof and sent_all, timeout_s)
+                except ReadTimeout as error:
+                    raise ReadTimeout(
+                        f"process {self.id} took no more input for {timeout_s:g} s", process_id=self.id
+                    ) from error
                 if not at + bool(piece) <= reply.offset <= end:
                     raise RemoteProtocolError(f"stdin went from offset {at} to {reply.offset} with {len(piece)} bytes")
                 sent_all = sent_all and reply.offset == end
@@ -189,7 +200,8 @@ class AsyncProcess:
 
     async def signal(self, signal: str | int = "TERM", *, scope: Scope = "group") -> int:
         """Send a signal, by number or by name without SIG; returns how many processes got it."""
-        body = encode(SignalRequest(signal=signal, scope=scope))
+        name = signal.upper() if isinstance(signal, str) else signal
+        body = encode(SignalRequest(signal=name, scope=scope))
         return (await self._transport.value(SIGNAL, self._target(SIGNAL), body, resend=False)).signalled
 
     async def kill(self) -> int:

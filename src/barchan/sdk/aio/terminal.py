@@ -12,6 +12,7 @@ from barchan.errors import CallerError, LocalProtocolError, NotFound, ReadTimeou
 from barchan.sdk.aio.process import AsyncProcess, start_process
 from barchan.sdk.background import BACKGROUND
 from barchan.sdk.cancel import forget_error
+from barchan.sdk.checks import check_seconds, checked_env
 from barchan.sdk.options import Command, ShellOptions, StartOptions, start_request
 from barchan.sdk.transport import Transport
 
@@ -77,7 +78,7 @@ class AsyncTerminal:
 
     async def open(self, command: Command | None, options: ShellOptions) -> None:
         rows, cols = self._size
-        given: dict[str, Any] = {**options, "env": {"TERM": _TERM, **options.get("env", {})}}
+        given: dict[str, Any] = {**options, "env": {"TERM": _TERM, **checked_env(options.get("env", {}))}}
         request = start_request(
             command if command is not None else _SHELL,
             cast("StartOptions", {**given, "pty": True, "rows": rows, "cols": cols}),
@@ -114,6 +115,7 @@ class AsyncTerminal:
 
     async def screen(self, *, settle_s: float = 0.1, timeout_s: float = 5.0) -> list[str]:
         """The rows of the screen, once nothing was drawn for `settle_s`, or as they are after `timeout_s`."""
+        check_seconds(can_be_zero=True, settle_s=settle_s, timeout_s=timeout_s)
         return await BACKGROUND.call(self._settled(settle_s, timeout_s))
 
     async def _settled(self, settle_s: float, timeout_s: float) -> list[str]:
