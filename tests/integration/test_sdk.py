@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import barchan
-from barchan.errors import NotFound, QuotaExceeded, SandboxExpired
+from barchan.errors import InvalidSpec, NotFound, QuotaExceeded, SandboxExpired
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from tests.nodes import NodeProcess
@@ -321,3 +321,22 @@ with {connect} as client, client.create("debian") as sandbox:
         assert client.node_info().pid != first
     node.request("POST", "/v1/node/shutdown")
     assert node.end() == []
+
+
+async def test_a_shell_at_a_place_that_is_not_there(sandbox: AsyncSandbox) -> None:
+    """The error says what the sandbox said of the directory or the user."""
+    for options, said in (({"cwd": "/nope"}, "cannot enter /nope"), ({"user": "nope"}, "user nope")):
+        with pytest.raises(InvalidSpec, match=said):
+            async with await sandbox.shell(**options) as shell:  # type: ignore[arg-type]
+                await shell.run("true")
+
+
+async def test_a_directory_behind_a_link_is_downloaded(sandbox: AsyncSandbox, tmp_path: Path) -> None:
+    """A link on the way to the tree is followed; links in the tree stay what they are."""
+    made = await sandbox.exec(
+        "mkdir -p /tmp/a/real && echo x >/tmp/a/real/f && ln -s a/real /tmp/link && ln -s f /tmp/a/real/l"
+    )
+    made.check()
+    await sandbox.files.download("/tmp/link", tmp_path / "got")
+    assert (tmp_path / "got/f").read_text() == "x\n"
+    assert os.readlink(tmp_path / "got/l") == "f"

@@ -225,3 +225,17 @@ def test_sequences_that_make_no_sense_do_no_harm() -> None:
         screen.feed(junk)
     screen.feed(b"\x1bc\x1b[Hfine")
     assert screen.rows() == ["fine", "", "", "", ""]
+
+
+async def test_a_shell_that_does_not_start_says_why(sandbox: AsyncSandbox) -> None:
+    """As an error with its own words, when it is opened or at the first command; not as a broken pipe."""
+    with pytest.raises(InvalidSpec, match=r"the shell did not start: .*not found"):
+        async with await sandbox.shell(env={"PATH": "/nonexistent"}) as shell:
+            await shell.run("true")
+
+
+async def test_the_first_command_may_end_the_shell(sandbox: AsyncSandbox) -> None:
+    """That is no failed start, whatever it says and whichever code it ends with."""
+    async with await sandbox.shell() as shell:
+        result = await shell.run("echo cannot enter >&2; exit 126")
+        assert (result.exit_code, result.stderr, result.restarted) == (126, b"cannot enter\n", True)

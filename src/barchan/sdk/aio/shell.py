@@ -16,11 +16,20 @@ from typing import Any, Self, cast
 
 from msgspec import Struct
 
-from barchan.errors import BarchanError, InvalidSpec, LocalProtocolError, NotFound, SandboxExpired, SandboxLost
+from barchan.errors import (
+    BarchanError,
+    CallerError,
+    InvalidSpec,
+    LocalProtocolError,
+    NotFound,
+    SandboxExpired,
+    SandboxLost,
+)
 from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S, OutputChunk
 from barchan.sdk.aio.process import AsyncProcess, start_process
 from barchan.sdk.background import BACKGROUND
 from barchan.sdk.cancel import clean_up, forget_error
+from barchan.sdk.checks import check_seconds
 from barchan.sdk.headtail import HeadTail
 from barchan.sdk.options import ShellOptions, StartOptions, start_request
 from barchan.sdk.transport import CALL_TIMEOUT_S, Transport
@@ -29,7 +38,9 @@ _SHELL = ("/bin/sh", "-c", "command -v bash >/dev/null 2>&1 && exec bash --nopro
 _SETTLE_S = 2.0  # how long the shell may take to come back after its children were killed
 _ENDED_S = 10.0
 # Copies of the two streams, so that a command may redirect the shell's own (`exec >file`); only bash knows two digits.
-_SET_UP = "exec 8>&1 9>&2\n"
+# The word that follows tells a shell that came up from one that could not be started.
+_SET_UP = "exec 8>&1 9>&2; command printf %s {} >&9\n"
+_SAID_BYTES = 4096
 
 
 class ShellResult(Struct, frozen=True, kw_only=True):
@@ -132,6 +143,8 @@ class AsyncShell:
         self._reader: asyncio.Task[None] | None = None
         self._run = _Run(bytes_max)
         self._last_code = 0
+        self._greeting = b""  # what the shell has yet to say first, b"" once it did
+        self._said = b""  # on its stderr, before the greeting
         self._closed = False
 
     async def open(self) -> None:
@@ -148,6 +161,7 @@ class AsyncShell:
         Args:
             idle_timeout_s: Time out when it writes nothing for this long.
         """
+        check_seconds(timeout_s=timeout_s, idle_timeout_s=idle_timeout_s)
         if "\0" in command:
             raise InvalidSpec("a shell command holds no NUL character")
         return await BACKGROUND.call(self._run_command(command, timeout_s, idle_timeout_s))
@@ -169,10 +183,29 @@ class AsyncShell:
         request = start_request(_SHELL, cast("StartOptions", options))
         process = await start_process(self._transport, self._sandbox_id, request)
         self._process, self._last_code, self._run = process, 0, _Run(self._bytes_max)
+        greeting = secrets.token_hex(16)
+        self._greeting, self._said = greeting.encode(), b""
         self._reader = asyncio.create_task(self._read(process))
         self._reader.add_done_callback(forget_error)
-        await process.write_stdin(_SET_UP)
+        try:
+            await process.write_stdin(_SET_UP.format(greeting))
+        except CallerError as error:
+            await self._explain(process, error)
+            raise
         return process
+
+    async def _explain(self, process: AsyncProcess, error: CallerError) -> None:
+        """Forget a shell that takes no input, and raise what it said if it never came up."""
+        if self._reader is not None:
+            await asyncio.wait({self._reader}, timeout=_SETTLE_S)
+        never_came_up = bool(self._greeting) and process.exit_code is not None
+        await self._forget()
+        if never_came_up:
+            raise self._not_started(process.exit_code) from error
+
+    def _not_started(self, exit_code: int | None) -> InvalidSpec:
+        said = self._said.decode("utf-8", "replace").strip()
+        return InvalidSpec(f"the shell did not start: {said or f'it ended with exit code {exit_code}'}")
 
     async def _read(self, process: AsyncProcess) -> None:
         """Give each run its output; returns when the shell ended, though its children may live on."""
@@ -180,9 +213,19 @@ class AsyncShell:
             async for chunk in process.chunks(0, 0, follow=True, quiet_timeout_s=None):
                 if chunk.stream == "exit":
                     return
-                self._run.feed(chunk)
+                if self._greeting and chunk.stream == "stderr":
+                    self._greet(chunk)
+                else:
+                    self._run.feed(chunk)
         finally:
             self._run.changed.set()
+
+    def _greet(self, chunk: OutputChunk) -> None:
+        before, greeting, after = (self._said + chunk.data).partition(self._greeting)
+        self._said = before[-_SAID_BYTES:]
+        if greeting:
+            self._greeting = b""
+            self._run.feed(OutputChunk("stderr", chunk.offset, before + after))
 
     async def _run_command(self, command: str, timeout_s: float, idle_timeout_s: float | None) -> ShellResult:
         async with self._turn:
@@ -199,6 +242,9 @@ class AsyncShell:
                 timed_out = True
             except asyncio.CancelledError as cancelled:
                 await clean_up(cancelled, self._abandon(run), "the command may still run")
+                raise
+            except CallerError as error:
+                await self._explain(process, error)
                 raise
             except BarchanError:
                 await self._forget()
@@ -257,6 +303,8 @@ class AsyncShell:
             await self._reader  # it is over; raises what ended it, if that was an error
             await self._forget()
             exit_code = (await process.wait(_ENDED_S)).exit_code or 0
+            if self._greeting and not timed_out:
+                raise self._not_started(exit_code)
         self._run, self._last_code = _Run(self._bytes_max, run), exit_code
         (out, out_cut), (err, err_cut) = (run.streams[name].content() for name in ("stdout", "stderr"))
         return ShellResult(
