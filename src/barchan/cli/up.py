@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from barchan.cli.common import DEFAULTS, PLATFORM, Common, print_json
+from barchan.cli.common import DEFAULTS, OK, PLATFORM, Common, print_json
 from barchan.errors import BackendError, from_wire
 from barchan.wire.api import ErrorBody
 
@@ -34,22 +36,30 @@ def up(*, listen: str = "127.0.0.1:7070", common: Common = DEFAULTS) -> int:
     node += ["--listen", listen, "--token-file", str(token_file)]
     ready, ready_end = os.pipe()
     with subprocess.Popen([*node, "--ready-fd", str(ready_end)], pass_fds=(ready_end,)) as process:
-        for number in (signal.SIGINT, signal.SIGTERM):  # the node ends on them, and this command when it has
-            signal.signal(number, lambda caught, _: process.send_signal(caught))
         os.close(ready_end)
-        with open(ready, "rb") as pipe:
-            said = pipe.readline()
-        if said != b"ready\n":
-            process.wait()
-            raise _refusal(said)
-        if common.json:
-            print_json(
-                {"url": f"http://{listen}", "token_file": str(token_file), "socket": str(state_dir / "node.sock")}
-            )
-        else:
-            sys.stdout.write(_how_to_connect(listen, token_file))
-            sys.stdout.flush()
-        return PLATFORM if process.wait() else 0
+        with open(ready, "rb") as pipe, _signals_to(process):
+            if (said := pipe.readline()) != b"ready\n":
+                process.wait()
+                raise _refusal(said)
+            if common.json:
+                socket = str(state_dir / "node.sock")
+                print_json({"url": f"http://{listen}", "token_file": str(token_file), "socket": socket})
+            else:
+                sys.stdout.write(_how_to_connect(listen, token_file))
+                sys.stdout.flush()
+            return PLATFORM if process.wait() else OK
+
+
+@contextmanager
+def _signals_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """The node ends on these signals, and this command when it has."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda caught, _: process.send_signal(caught)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _refusal(said: bytes) -> Exception:

@@ -110,6 +110,7 @@ async def _serve(arguments: argparse.Namespace, sandboxes: Sandboxes) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    address = _address(arguments.listen) if arguments.listen else None
     runners = []
     socket_path = arguments.state_dir / "node.sock"
     try:
@@ -119,13 +120,13 @@ async def _serve(arguments: argparse.Namespace, sandboxes: Sandboxes) -> None:
         await local.setup()
         socket_path.unlink(missing_ok=True)
         await web.UnixSite(local, os.fspath(socket_path), backlog=1024).start()
-        if arguments.listen:
+        if address is not None:
             token = _token(arguments.token_file or arguments.state_dir / "token")
             remote = _runner(Server(sandboxes, token, stop, os.getpid()))
             runners.append(remote)
             await remote.setup()
             try:
-                await web.TCPSite(remote, *_address(arguments.listen), backlog=1024).start()
+                await web.TCPSite(remote, *address, backlog=1024).start()
             except OSError as error:
                 raise Conflict(f"can't listen on {arguments.listen}: {error.strerror}") from error
         _say(arguments.ready_fd, b"ready")

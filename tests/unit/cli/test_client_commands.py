@@ -278,25 +278,52 @@ def test_a_local_path_may_have_colons_behind_a_slash() -> None:
     assert [parse(path) for path in ("./a:b", "/a:b", "a")] == ["./a:b", "/a:b", "a"]
 
 
-def test_up_becomes_the_node_and_never_prints_the_token(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """It says how to connect, with the file that holds the token, and becomes `python -m barchan.node`."""
-    became: list[Any] = []
-    monkeypatch.setattr("os.execv", lambda path, argv: became.append(argv))
-    (tmp_path / "token").write_text("secret-secret-secret")
-    assert main(["up", "--listen", "127.0.0.1:8000", "--state-dir", str(tmp_path)]) == 0
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """What `up` runs instead of Python: writes its arguments down, says what is in `said`, and ends."""
+    program = tmp_path / "python"
+    lines = ["#!/bin/sh", f'printf "%s\\n" "$@" > {tmp_path}/argv', "for fd; do :; done", f"cat {tmp_path}/said >/dev/fd/$fd"]
+    program.write_text("\n".join([*lines, ""]))
+    program.chmod(0o755)
+    (tmp_path / "said").write_text("ready\n")
+    monkeypatch.setattr("sys.executable", str(program))
+    return tmp_path
+
+
+def test_up_runs_the_node_and_never_prints_the_token(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once the node listens it says how to connect, with the file that holds the token."""
+    state_dir = stand_in / "state"
+    state_dir.mkdir()
+    (state_dir / "token").write_text("secret-secret-secret")
+    assert main(["up", "--listen", "127.0.0.1:8000", "--state-dir", str(state_dir)]) == 0
     out = capsys.readouterr().out
-    assert f'curl -H "Authorization: Bearer $(cat {tmp_path}/token)" http://127.0.0.1:8000/v1/node' in out
+    assert f'curl -H "Authorization: Bearer $(cat {state_dir}/token)" http://127.0.0.1:8000/v1/node' in out
     assert "secret" not in out
-    assert became[0][1:] == [
-        *("-m", "barchan.node", "--state-dir", str(tmp_path), "--idle-exit-s", "0"),
-        *("--listen", "127.0.0.1:8000", "--token-file", f"{tmp_path}/token"),
+    assert (stand_in / "argv").read_text().split()[:-2] == [
+        *("-m", "barchan.node", "--state-dir", str(state_dir), "--idle-exit-s", "0"),
+        *("--listen", "127.0.0.1:8000", "--token-file", f"{state_dir}/token"),
     ]
-    assert main(["up", "--state-dir", str(tmp_path), "--token-file", "t", "--json"]) == 0
+    assert main(["up", "--state-dir", str(state_dir), "--token-file", "t", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["url"] == "http://127.0.0.1:7070"
     assert said["token_file"] == str(Path.cwd() / "t")
+
+
+def test_up_that_fails_announces_nothing(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The node's own error, on one line, with the exit code of its kind."""
+    error = {"code": "conflict", "message": "can't listen on 127.0.0.1:8000: Address already in use"}
+    (stand_in / "said").write_text(json.dumps(error) + "\n")
+    assert main(["up", "--listen", "127.0.0.1:8000", "--state-dir", str(stand_in / "state")]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "Address already in use" in err
+
+
+def test_up_refuses_what_is_no_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the real node, before it starts anything."""
+    for listen in ("foo", "0.0.0.0:99999", "127.0.0.1:0"):
+        assert main(["up", "--listen", listen, "--state-dir", str(tmp_path)]) == 2
+        assert "HOST:PORT" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, calls: list[Any]) -> None:
