@@ -282,7 +282,12 @@ def test_a_local_path_may_have_colons_behind_a_slash() -> None:
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """What `up` runs instead of Python: writes its arguments down, says what is in `said`, and ends."""
     program = tmp_path / "python"
-    lines = ["#!/bin/sh", f'printf "%s\\n" "$@" > {tmp_path}/argv', "for fd; do :; done", f"cat {tmp_path}/said >/dev/fd/$fd"]
+    lines = [
+        "#!/bin/sh",
+        f'printf "%s\\n" "$@" > {tmp_path}/argv',
+        "for fd; do :; done",
+        f"cat {tmp_path}/said >/dev/fd/$fd",
+    ]
     program.write_text("\n".join([*lines, ""]))
     program.chmod(0o755)
     (tmp_path / "said").write_text("ready\n")
