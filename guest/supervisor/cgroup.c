@@ -151,7 +151,7 @@ static int enable_controllers(void)
 	return write_at(base(UNIFIED), "cgroup.subtree_control", control);
 }
 
-/* Set the version 2 hierarchy's options as they were found, with or without `favordynmods`. */
+/* Set the version 2 hierarchy's options as they were found, with or without `favordynmods` (which Linux 6.18 can't unset). */
 static int reconfigure(bool favour)
 {
 	char words[sizeof(super_options)], *rest = NULL;
