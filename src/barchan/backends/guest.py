@@ -223,7 +223,6 @@ class GuestConnection:
         self.loop = asyncio.get_running_loop()
         self.processes: dict[int, GuestProcess] = {}
         self.by_id: dict[str, GuestProcess] = {}
-        self.last_used = self.loop.time()
         self._ended: OrderedDict[str, GuestProcess] = OrderedDict()
         self._tags = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.Frame]] = {}
@@ -397,6 +396,8 @@ class GuestConnection:
         ((process, existing),) = found
         if existing and reader is not None:
             await process.add_reader(reader)
+        elif existing and process.exit is None:
+            await process.hear_exit()  # an earlier node may have started it
         return process
 
     async def find(self, process_id: str) -> GuestProcess:
@@ -412,7 +413,9 @@ class GuestConnection:
             frame = await self.request(lambda tag: wire.lookup(tag, process_id))
         except OSError as error:
             raise NotFound(f"no process {process_id!r} was started in this sandbox", process_id=process_id) from error
-        return self._register(process_id, wire.decode_started(frame.body), None)
+        process = self._register(process_id, wire.decode_started(frame.body), None)
+        await process.hear_exit()
+        return process
 
     async def signal(self, process: GuestProcess, signo: int, scope: wire.Scope) -> int:
         frame = await self.request(lambda tag: wire.signal(tag, process.handle, signo, scope))

@@ -13,7 +13,8 @@ from barchan.errors import BackendError, BarchanError, Denied, InvalidSpec
 from barchan.model.node import Killed, LeaseRequest
 from barchan.model.sandbox import ExecRequest, OutputChunk, SandboxSpec, StartRequest
 from barchan.node.collect import Stream, encode_chunk, output_chunk
-from barchan.node.sandboxes import Live, Sandboxes
+from barchan.node.live import Live
+from barchan.node.sandboxes import Sandboxes
 from barchan.wire import api, openapi
 from barchan.wire import guest as wire
 from barchan.wire.api import MSGPACK, ROUTES, Empty, Signalled, StdinWritten
@@ -174,7 +175,7 @@ class Server:
 
     async def _process(self, request: web.Request) -> tuple[Live, GuestProcess]:
         live = self._live(request)
-        return live, await live.processes.find(request.match_info["process_id"])
+        return live, await live.handle.guest.find(request.match_info["process_id"])
 
     async def process_info(self, request: web.Request) -> web.StreamResponse:
         live, process = await self._process(request)
@@ -303,13 +304,16 @@ class Server:
         recursive = _flag(request, "recursive", default=True)
         changes = live.files.watch(_path(live, request, "path"), recursive, request.query.get("user"))
         packed = _packed(request)
+        response: web.StreamResponse | None = None
         try:
-            batch = await anext(changes)  # a failure, or the word that every change from now on is seen
-            response = await _stream(request)
-            while True:
+            async for batch in changes:
+                if response is None:  # every change from now on is seen
+                    response = await _stream(request)
                 for change in batch:
                     await response.write(encode_chunk(change, packed=packed))
-                batch = await anext(changes)
+            if response is None:
+                raise BackendError("the guest stopped watching before it began")
+            return response
         finally:
             await changes.aclose()  # type: ignore[attr-defined]
 

@@ -209,13 +209,6 @@ class Processes:
             process, number, Scope[{"all": "ALL", "children": "CHILDREN"}.get(scope, scope.upper())]
         )
 
-    async def find(self, process_id: str) -> GuestProcess:
-        """A process by its id, with its exit status if it has one."""
-        process = await self._guest.find(process_id)
-        if process.exit is None and not process.readers:  # its EXIT may have gone to an earlier node: ask again
-            await process.hear_exit()
-        return process
-
     async def listed(self) -> list[ProcessInfo]:
         """Every program started through the platform, by the init's own list."""
         infos = []

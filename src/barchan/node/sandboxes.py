@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from barchan import backends
-from barchan.backends.base import Backend, Ended, Handle
+from barchan.backends.base import Backend, Ended
 from barchan.core.admission import Limits
 from barchan.core.egress import parse_allow
 from barchan.core.lifecycle import Fact, next_phase
@@ -29,62 +29,16 @@ from barchan.errors import (
     TransportError,
 )
 from barchan.image.store import ImageStore
-from barchan.image.template import Template
 from barchan.model.node import NodeInfo
-from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
+from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.node.admission import Admission, memory_available_mib
-from barchan.node.files import Files
 from barchan.node.journal import Journal, Row
 from barchan.node.leases import Leases
+from barchan.node.live import Live
 from barchan.node.network import Network
-from barchan.node.processes import SHELL_NAMES, Defaults, Processes
+from barchan.node.processes import SHELL_NAMES
 
 SWEEP_S = 1.0
-
-
-class Live:
-    """One live sandbox: its handle and what serves its requests."""
-
-    def __init__(self, sandbox_id: str, spec: SandboxSpec, template: Template, created_unix_s: float) -> None:
-        self.sandbox_id = sandbox_id
-        self.spec = spec
-        self.template = template
-        self.created_unix_s = created_unix_s
-        self.phase: Phase = "booting"
-        self.create_ms = 0.0
-        self.booted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ending: asyncio.Task[None] | None = None
-        self.last_used = asyncio.get_running_loop().time()
-        self.requests = 0
-        self.maker: asyncio.Task[None] | None = None
-        self.is_equipped = False
-        self.handle: Handle
-        self.defaults: Defaults
-        self.processes: Processes
-        self.files: Files
-        self.network: Network | None = None
-
-    def equip(self, handle: Handle, *, is_new: bool) -> None:
-        self.is_equipped = True
-        self.handle = handle
-        self.defaults = Defaults(self.spec, self.template, Network.env(self.spec))
-        self.processes = Processes(handle, self.defaults, is_new=is_new)
-        self.files = Files(handle, self.processes, self.defaults)
-
-    def info(self, node_id: str) -> SandboxInfo:
-        return SandboxInfo(
-            sandbox_id=self.sandbox_id,
-            node_id=node_id,
-            phase=self.phase,
-            template=self.template.name,
-            template_digest=self.template.digest,
-            spec=self.spec,
-            created_unix_s=self.created_unix_s,
-            age_s=max(0.0, time.time() - self.created_unix_s),
-            idle_s=asyncio.get_running_loop().time() - self.last_used,
-            create_ms=self.create_ms,
-            processes_running=self.handle.guest.running if self.phase == "ready" else 0,
-        )
 
 
 class Sandboxes:
@@ -118,9 +72,8 @@ class Sandboxes:
     async def start(self) -> None:
         """Find the sandboxes of an earlier node again; what can't be found is lost, what nobody knows is removed."""
         rows = {row.sandbox_id: row for row in self.journal.live()}
-        for (
-            name
-        ) in backends.BACKENDS:  # at once, so that what the host lacks is said by the node's start, not by a create
+        # At once, so that what the host lacks is said by the node's start, not by a create.
+        for name in backends.BACKENDS:
             backend = await self.backend(name)
             found = set(await backend.found())
             await asyncio.gather(
@@ -137,19 +90,22 @@ class Sandboxes:
         self._spawn(self._sweep())
 
     async def _adopt(self, backend: Backend, row: Row) -> None:
-        try:
-            handle = await backend.adopt(row.sandbox_id, row.spec)
-        except (BarchanError, OSError) as error:
-            self.journal.end(row.sandbox_id, "lost", f"node_lost: {error}")
-            await backend.discard(row.sandbox_id)
-            return
+        """Take one sandbox over. One that can't be served any more is lost; the others are not."""
         live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
-        live.equip(handle, is_new=False)
+        try:
+            live.equip(await backend.adopt(row.sandbox_id, row.spec), is_new=False)
+            await self._finish_boot(live)
+            await live.handle.guest.watch_running()
+        except (BarchanError, OSError, TimeoutError) as error:
+            self.journal.end(row.sandbox_id, "lost", f"node_lost: {error}")
+            if live.is_equipped:
+                await self._remove_quietly(live)
+            else:
+                await backend.discard(row.sandbox_id)
+            return
         self.live[live.sandbox_id] = live
         if row.spec.create_id:
             self.by_create[row.spec.create_id] = live
-        await self._finish_boot(live)
-        await handle.guest.watch_running()
         live.booted.set_result(None)
 
     async def backend(self, name: str) -> Backend:
@@ -369,6 +325,10 @@ class Sandboxes:
         if live.maker is not None and not live.maker.done():
             live.maker.cancel()
             await asyncio.gather(live.maker, return_exceptions=True)
+            if not live.booted.done():  # it had not even begun
+                live.booted.set_exception(SandboxExpired("the create was cancelled"))
+                live.booted.exception()
+                self._forget(live)
             return
         if live.sandbox_id not in self.live:
             return
@@ -402,8 +362,11 @@ class Sandboxes:
     async def _remove_quietly(self, live: Live) -> None:
         try:
             await self._remove(live)
-        except (BarchanError, OSError):
-            self._forget(live)  # its supervisor is gone, and everything with it
+        except (BarchanError, OSError) as error:  # mostly that its supervisor is gone, and everything with it
+            self._forget(live)
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"removing {live.sandbox_id} failed", "exception": error}
+            )
 
     def _forget(self, live: Live) -> None:
         self.live.pop(live.sandbox_id, None)

@@ -200,7 +200,12 @@ class ContainerBackend:
             (await request).close()
         except BootFailed:
             return  # the supervisor removed it
-        await self.discard(sandbox_id)
+        except BackendError:
+            pass  # no answer in time: it may come to be yet
+        try:
+            await self.discard(sandbox_id)
+        except NotFound:
+            pass  # it never was
 
     async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> ContainerHandle:
         return await self._take(sandbox_id, await self.request("attach", id=sandbox_id), spec.network)

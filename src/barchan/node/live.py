@@ -1,0 +1,56 @@
+"""One live sandbox of a node, and what serves its requests."""
+
+import asyncio
+import time
+
+from barchan.backends.base import Handle
+from barchan.image.template import Template
+from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
+from barchan.node.files import Files
+from barchan.node.network import Network
+from barchan.node.processes import Defaults, Processes
+
+
+class Live:
+    """One live sandbox: its handle and what serves its requests."""
+
+    def __init__(self, sandbox_id: str, spec: SandboxSpec, template: Template, created_unix_s: float) -> None:
+        self.sandbox_id = sandbox_id
+        self.spec = spec
+        self.template = template
+        self.created_unix_s = created_unix_s
+        self.phase: Phase = "booting"
+        self.create_ms = 0.0
+        self.booted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ending: asyncio.Task[None] | None = None
+        self.last_used = asyncio.get_running_loop().time()
+        self.requests = 0
+        self.maker: asyncio.Task[None] | None = None
+        self.is_equipped = False
+        self.handle: Handle
+        self.defaults: Defaults
+        self.processes: Processes
+        self.files: Files
+        self.network: Network | None = None
+
+    def equip(self, handle: Handle, *, is_new: bool) -> None:
+        self.is_equipped = True
+        self.handle = handle
+        self.defaults = Defaults(self.spec, self.template, Network.env(self.spec))
+        self.processes = Processes(handle, self.defaults, is_new=is_new)
+        self.files = Files(handle, self.processes, self.defaults)
+
+    def info(self, node_id: str) -> SandboxInfo:
+        return SandboxInfo(
+            sandbox_id=self.sandbox_id,
+            node_id=node_id,
+            phase=self.phase,
+            template=self.template.name,
+            template_digest=self.template.digest,
+            spec=self.spec,
+            created_unix_s=self.created_unix_s,
+            age_s=max(0.0, time.time() - self.created_unix_s),
+            idle_s=asyncio.get_running_loop().time() - self.last_used,
+            create_ms=self.create_ms,
+            processes_running=self.handle.guest.running if self.phase == "ready" else 0,
+        )
