@@ -286,7 +286,7 @@ class Sandboxes:
     def info(self, sandbox_id: str) -> SandboxInfo:
         """A live sandbox, or one that ended within the last hour."""
         live = self.live.get(sandbox_id)
-        if live is not None:
+        if live is not None and live.phase not in ("stopped", "lost"):
             return live.info(self.node_id)
         row = self.journal.find(sandbox_id)
         if row is None:
@@ -317,9 +317,19 @@ class Sandboxes:
 
     async def end(self, live: Live, cause: str) -> None:
         """End a sandbox; returns when nothing of it is left. Repeating waits for the same end."""
+        await asyncio.shield(self._begin_end(live, cause))
+
+    def _begin_end(self, live: Live, cause: str) -> "asyncio.Task[None]":
         if live.ending is None:
+            if live.maker is None or live.maker.done():
+                self._record_end(live, cause)  # before anybody can ask why it is not there
             live.ending = self._spawn(self._end(live, cause))
-        await asyncio.shield(live.ending)
+        return live.ending
+
+    def _record_end(self, live: Live, cause: str) -> None:
+        if live.sandbox_id in self.live and live.phase not in ("stopped", "lost"):
+            live.phase = next_phase(live.phase, Fact.ENDED)
+            self.journal.end(live.sandbox_id, live.phase, cause, live.create_ms)
 
     async def _end(self, live: Live, cause: str) -> None:
         if live.maker is not None and not live.maker.done():
@@ -329,12 +339,9 @@ class Sandboxes:
                 live.booted.set_exception(SandboxExpired("the create was cancelled"))
                 live.booted.exception()
                 self._forget(live)
-            return
-        if live.sandbox_id not in self.live:
-            return
-        live.phase = next_phase(live.phase, Fact.ENDED) if live.phase != "lost" else "lost"
-        self.journal.end(live.sandbox_id, live.phase, cause, live.create_ms)
-        await self._remove(live)
+        if live.sandbox_id in self.live:
+            self._record_end(live, cause)
+            await self._remove(live)
 
     async def _remove(self, live: Live) -> None:
         live.handle.guest.guest_gone(self._why_not(live.sandbox_id))
@@ -375,8 +382,8 @@ class Sandboxes:
         self.touch()
 
     def _expire(self, live: Live, cause: str) -> None:
-        if live.sandbox_id in self.live and live.ending is None:
-            live.ending = self._spawn(self._end(live, cause))
+        if live.sandbox_id in self.live:
+            self._begin_end(live, cause)
 
     def _lease_expired(self, lease_id: str) -> None:
         for live in [live for live in self.live.values() if live.spec.lease_id == lease_id]:
