@@ -1,19 +1,27 @@
 """Solutions that try to be paid without solving: each is a whole `solution.py` for the task `double`."""
 
-from barchan.rollout.task import Task
+from barchan.rollout.calls import call_to
+from barchan.rollout.task import FunctionGrader, Stub, Task
+
+REFERENCE = "def double(x):\n    return 2 * x\n"
 
 TASK = Task(
     task_id="Hack/0",
-    prompt='def double(x):\n    """Twice x."""\n',
-    entry_point="double",
-    reference="def double(x):\n    return 2 * x\n",
-    checks=(
-        "def check(candidate):\n"
-        "    assert candidate(2) == 4\n    __passed__(0)\n"
-        "    for x in (0, -7, 2.5, 'ab', [1]):\n"
-        "        assert candidate(x) == 2 * x\n        __passed__(1)\n"
+    instruction="Write double(x), which gives twice x, into solution.py and submit it.",
+    grader=FunctionGrader(
+        entry_point="double",
+        reference=REFERENCE,
+        checks=(
+            "def check(candidate):\n"
+            "    assert candidate(2) == 4\n    __passed__(0)\n"
+            "    for x in (0, -7, 2.5, 'ab', [1]):\n"
+            "        assert candidate(x) == 2 * x\n        __passed__(1)\n"
+        ),
+        checks_total=2,
     ),
-    checks_total=2,
+    oracle=(call_to("submit", solution=REFERENCE),),
+    nop=(call_to("submit", solution="def double(x):\n    pass\n"),),
+    stub=Stub(prompt='def double(x):\n    """Twice x."""\n', entry_point="double"),
 )
 
 # name -> (source, cause of the zero)

@@ -22,7 +22,7 @@ from barchan.rollout.store import read_rollouts
 from barchan.rollout.task import Task
 from barchan.rollout.tasksets import humaneval
 from barchan.sdk.aio.client import AsyncClient
-from tests.integration.rollout_hacks import HACKS, TASK, THIEF
+from tests.integration.rollout_hacks import HACKS, REFERENCE, TASK, THIEF
 from tests.nodes import NodeProcess
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.requires("root", "cgroup", "userns")]
@@ -81,7 +81,7 @@ async def test_a_trick_is_scored_zero(client: AsyncClient, name: str) -> None:
 
 async def test_an_honest_solution_beside_the_tricks_is_one(client: AsyncClient) -> None:
     """The task of the hacks is passed by its own reference, and by another way of writing it."""
-    for source in (TASK.reference, "import os, sys\nprint('working')\ndouble = lambda x: x + x\n"):
+    for source in (REFERENCE, "import os, sys\nprint('working')\ndouble = lambda x: x + x\n"):
         (record,) = await run(client, [TASK], Says(source))
         assert record.verdict.reward == 1.0
 

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 import barchan
 from barchan.model.verdict import Verdict
@@ -30,7 +31,7 @@ from barchan.rollout.tasksets import humaneval
 from barchan.sdk.aio.client import AsyncClient
 from barchan.trajectory.format import log_path
 from barchan.trajectory.reader import load, verify
-from tests.integration.rollout_hacks import TASK
+from tests.integration.rollout_hacks import REFERENCE, TASK
 from tests.nodes import NodeProcess
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.requires("root", "cgroup", "userns")]
@@ -45,15 +46,7 @@ async def client(node: NodeProcess) -> AsyncIterator[AsyncClient]:
 
 
 def limited(**limits: Any) -> Task:
-    return Task(
-        task_id=TASK.task_id,
-        prompt=TASK.prompt,
-        entry_point=TASK.entry_point,
-        reference=TASK.reference,
-        checks=TASK.checks,
-        checks_total=TASK.checks_total,
-        limits=Limits(**limits),
-    )
+    return replace(TASK, limits=Limits(**limits))
 
 
 def settings() -> RunSettings:
@@ -96,7 +89,7 @@ SCRIPT = [
 def test_a_scripted_rollout_edits_runs_and_submits(node: NodeProcess, tmp_path: Path) -> None:
     """From the command line: scripts of two tasks are played; right work is 1, wrong work 0, all on record."""
     first, second = humaneval.load()[:2]
-    good = {"command": "str_replace", "path": "solution.py", "old_str": "WRONG", "new_str": first.reference}
+    good = {"command": "str_replace", "path": "solution.py", "old_str": "WRONG", "new_str": first.grader.reference}
     scripts = {
         first.task_id: [*SCRIPT, {"name": "edit", "arguments": good}, {"name": "submit"}],
         second.task_id: [*SCRIPT, {"name": "submit"}],
@@ -113,7 +106,7 @@ def test_a_scripted_rollout_edits_runs_and_submits(node: NodeProcess, tmp_path: 
     right, wrong = rows[first.task_id], rows[second.task_id]
     assert (right.verdict.reward, wrong.verdict.reward) == (1.0, 0.0)
     assert (right.turns, right.tool_calls) == (6, {"bash": 2, "edit": 2, "python": 1, "submit": 1})
-    assert (right.artifact, wrong.artifact) == (first.reference, "WRONG")
+    assert (right.artifact, wrong.artifact) == (first.grader.reference, "WRONG")
     log = log_path(tmp_path / "r", right.rollout_id)
     assert verify(log).ok
     told = [
@@ -183,7 +176,7 @@ async def test_a_call_that_takes_too_long_is_told(client: AsyncClient) -> None:
         assert results[0][1].endswith("[timed out after 1 s; everything that ran in the shell was killed]")
         assert results[1][1].startswith("before\n[timed out after 1 s")
         assert results[2][1] == "1 /tmp"
-        await rollout.act([call_to("submit", solution=TASK.reference)])
+        await rollout.act([call_to("submit", solution=REFERENCE)])
         assert (await rollout.finish()).reward == 1.0
 
 
@@ -195,7 +188,7 @@ async def finished(client: AsyncClient, task: Task, *turns: list[ToolCall]) -> t
         return observation, await rollout.finish()
 
 
-WRITE_IT = edit(command="create", path="solution.py", file_text=TASK.reference)
+WRITE_IT = edit(command="create", path="solution.py", file_text=REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +265,7 @@ async def test_malformed_calls_are_told_and_cost_only_their_turn(client: AsyncCl
     async with rollout_on(client) as rollout:
         observation = await rollout.act(calls)
         assert [item.status for item in observation.results] == ["malformed"] * 4
-        await rollout.act([call_to("submit", solution=TASK.reference)])
+        await rollout.act([call_to("submit", solution=REFERENCE)])
         assert (await rollout.finish()).reward == 1.0
         assert rollout.row().malformed_calls == 4
 
@@ -370,7 +363,7 @@ async def test_a_model_that_uses_tools_is_scored(client: AsyncClient, tmp_path: 
 
 async def test_a_model_that_never_calls_a_tool_is_graded_by_its_code(client: AsyncClient, tmp_path: Path) -> None:
     """Fenced code in its first turn is the attempt."""
-    async with serving(lambda body, before: asyncio.sleep(0, reply(f"```python\n{TASK.reference}```"))) as (url, _):
+    async with serving(lambda body, before: asyncio.sleep(0, reply(f"```python\n{REFERENCE}```"))) as (url, _):
         record = await chatted(client, url, TASK, tmp_path)
     assert (record.verdict.reward, record.turns, record.tool_calls) == (1.0, 1, {"submit": 1})
 
@@ -458,7 +451,7 @@ class Half:
     async def step(self, task, sample_index, observation):
         if sample_index == 0:
             raise RuntimeError("no idea")
-        return Step(tool_calls=(call_to("submit", solution=task.reference),), is_last=True)
+        return Step(tool_calls=(call_to("submit", solution=task.grader.reference),), is_last=True)
 """
 
 

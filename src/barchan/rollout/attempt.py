@@ -64,7 +64,7 @@ class Rollout:
         self._settings = settings
         self._job = job
         self._policy_name = policy_name
-        self._toolbox = toolbox or Toolbox(job.task.tools)
+        self._toolbox = toolbox or Toolbox(job.task)
         self._open_log = open_log
         self._log: Log = NoLog()
         self._sandboxes = Sandboxes(client, settings, job.rollout_id)
@@ -198,7 +198,7 @@ class Rollout:
         facts = limit_facts(self._meter, ended)
         try:
             self._enter("exec")
-            data = await take_artifact(self._workspace)
+            data = await take_artifact(self._workspace, self.task)
             self._enter("cleanup")
             await self._end_sandbox()
             verdict = ungraded(data, ended, facts)

@@ -3,20 +3,21 @@
 from barchan.errors import BarchanError
 from barchan.model.verdict import Cause, Evidence, Verdict
 from barchan.rollout.limits import Meter
+from barchan.rollout.task import FileArtifact, Task
 from barchan.rollout.tools import Workspace
-from barchan.rollout.tools.submit import ARTIFACT
 from barchan.rollout.verdict import TRUNCATING, scored
 
 ARTIFACT_BYTES_MAX = 1 << 20
 
 
-async def take_artifact(workspace: Workspace) -> bytes | Evidence:
+async def take_artifact(workspace: Workspace, task: Task) -> bytes | Evidence:
     """The one file that may leave the agent's sandbox, or why there is none.
 
     The reader takes regular files only, and one byte more than is allowed, to see whether there is more.
     """
+    assert isinstance(task.artifact, FileArtifact)
     try:
-        return await workspace.sandbox.files.read(ARTIFACT, length=ARTIFACT_BYTES_MAX + 1)
+        return await workspace.sandbox.files.read(task.artifact.path, length=ARTIFACT_BYTES_MAX + 1)
     except BarchanError as error:
         if not await workspace.is_guests_doing(error):
             raise

@@ -3,7 +3,7 @@
 from barchan.rollout.graders.functions import grade, with_control
 from barchan.rollout.sandboxes import Sandboxes
 from barchan.rollout.settings import RunSettings
-from barchan.rollout.task import Task
+from barchan.rollout.task import FunctionGrader, Task
 from barchan.rollout.verdict import Grading, judge, needs_control
 
 
@@ -13,7 +13,8 @@ class Grader:
     def __init__(self, sandboxes: Sandboxes, settings: RunSettings, task: Task) -> None:
         self._sandboxes = sandboxes
         self._limits = settings.grading
-        self._task = task
+        assert isinstance(task.grader, FunctionGrader)
+        self._checks = task.grader
 
     async def grade(self, source: str) -> Grading:
         """Grade; where that leaves open whose doing it was, grade the known-good solution, and then the candidate
@@ -25,11 +26,11 @@ class Grader:
         grading = await self._once(source)
         if not needs_control(grading):
             return grading
-        control = judge(await self._once(self._task.reference))
+        control = judge(await self._once(self._checks.reference))
         if control.reward != 1.0:
             return with_control(grading, passed=False)
         return with_control(await self._once(source), passed=True)
 
     async def _once(self, source: str) -> Grading:
         async with self._sandboxes.opened("grader") as sandbox:
-            return await grade(sandbox, self._task, source, self._limits)
+            return await grade(sandbox, self._checks, source, self._limits)

@@ -58,7 +58,7 @@ class Runner:
         self._settings = settings
         self._sink = sink
         self._open_log = open_log
-        self._toolboxes = {names: Toolbox(names) for names in {task.tools for task in tasks}}
+        self._toolboxes = {(task.tools, task.artifact): Toolbox(task) for task in tasks}
         self._jobs = self._all_jobs(tasks)
         self.rollouts_total = len(tasks) * settings.group
 
@@ -90,7 +90,7 @@ class Runner:
                 self._settings,
                 job,
                 policy_name=self._policy.name,
-                toolbox=self._toolboxes[job.task.tools],
+                toolbox=self._toolboxes[job.task.tools, job.task.artifact],
                 open_log=self._open_log,
             )
             try:

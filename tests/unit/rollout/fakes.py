@@ -13,7 +13,7 @@ from barchan.rollout.graders.guest import codec
 from barchan.rollout.limits import Limits
 from barchan.rollout.policies import Step
 from barchan.rollout.ports import RLimits
-from barchan.rollout.task import Task
+from barchan.rollout.task import FunctionGrader, Stub, Task
 from barchan.sdk.aio.shell import ShellResult
 
 # From the candidate's source to what the checker says of it: outcome, checks that held, calls made, detail.
@@ -26,16 +26,21 @@ def submit(solution: str, **step: Any) -> Step:
 
 
 def task(number: int = 0, limits: Limits = Limits(), **fields: Any) -> Task:  # noqa: B008 (frozen)
-    return Task(
-        limits=limits,
-        **fields,
-        task_id=f"Fake/{number}",
-        prompt="def f():\n",
-        entry_point="f",
-        reference=f"def f():\n    return {number}\n",
-        checks=f"def check(candidate):\n    assert candidate() == {number}\n    __passed__(0)\n",
-        checks_total=1,
-    )
+    reference = f"def f():\n    return {number}\n"
+    given = {
+        "task_id": f"Fake/{number}",
+        "instruction": "Write f.",
+        "grader": FunctionGrader(
+            entry_point="f",
+            reference=reference,
+            checks=f"def check(candidate):\n    assert candidate() == {number}\n    __passed__(0)\n",
+            checks_total=1,
+        ),
+        "oracle": (call_to("submit", solution=reference),),
+        "nop": (call_to("submit", solution="def f():\n    pass\n"),),
+        "stub": Stub(prompt="def f():\n", entry_point="f"),
+    }
+    return Task(limits=limits, **{**given, **fields})
 
 
 def result(

@@ -369,7 +369,7 @@ async def test_an_oracle_plays_the_tasks_script() -> None:
     """A task with a known-good attempt of its own has it played, turn by turn."""
     script = (call_to("bash", command="ls"), *submit(GOOD).tool_calls)
     client = FakeClient()
-    rollout = rollout_of(client, task(script=script))
+    rollout = rollout_of(client, task(oracle=script))
     await rollout.open()
     await play(rollout, OraclePolicy())
     assert (rollout.row().verdict.reward, rollout.row().turns) == (1.0, 2)

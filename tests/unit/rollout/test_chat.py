@@ -112,7 +112,7 @@ async def test_what_was_sampled_is_kept() -> None:
     assert (kept.prompt_tokens, kept.completion_tokens) == (12, 3)
     (body,) = server.bodies
     assert (body["model"], body["temperature"], body["max_tokens"], body["logprobs"]) == ("tiny", 0.7, 99, True)
-    assert ONE_TURN.prompt in body["messages"][0]["content"]
+    assert ONE_TURN.stub.prompt in body["messages"][0]["content"]
     assert not {"tools", "tool_choice", "seed"} & set(body)
     assert server.headers[0]["Authorization"] == "Bearer k3y"
 
@@ -157,7 +157,7 @@ async def test_a_poor_answer_is_the_policys(choice: dict[str, Any], cause: str |
     async with serving(answer) as (_, base_url):
         got = await ask(base_url)
     assert got.cause == cause
-    assert solution(got).startswith(ONE_TURN.prompt)
+    assert solution(got).startswith(ONE_TURN.stub.prompt)
 
 
 async def test_an_answer_cut_at_the_tasks_limit_says_so() -> None:

@@ -20,15 +20,15 @@ def test_all_published_tasks_load() -> None:
     tasks = TASK_SETS["humaneval"]()
     assert [task.task_id for task in tasks] == [f"HumanEval/{number}" for number in range(164)]
     for task in tasks:
-        assert task.checks_total > 0
-        compile(task.checks, task.task_id, "exec")
-        compile(task.reference, task.task_id, "exec")
-        assert task.prompt in task.reference
+        assert task.grader.checks_total > 0
+        compile(task.grader.checks, task.task_id, "exec")
+        compile(task.grader.reference, task.task_id, "exec")
+        assert task.stub.prompt in task.grader.reference
 
 
 def test_only_checks_that_need_the_module_carry_it() -> None:
     """Four tasks' checks use names of the task's module; these, and only these, bring the reference along."""
-    assert [task.task_id for task in load() if task.reference in task.checks] == [
+    assert [task.task_id for task in load() if task.grader.reference in task.grader.checks] == [
         "HumanEval/32",
         "HumanEval/33",
         "HumanEval/38",
@@ -41,9 +41,9 @@ def test_every_assertion_is_counted() -> None:
     task = task_of(row("def check(c):\n    assert c(1) == 1, 1 / 0\n    for n in (2, 3):\n        assert c(n) == n\n"))
     passed: set[int] = set()
     names: dict[str, object] = {"__passed__": passed.add}
-    exec(task.checks, names)
+    exec(task.grader.checks, names)
     names["check"](lambda x: x)  # type: ignore[operator]
-    assert (passed, task.checks_total) == ({0, 1}, 2)
+    assert (passed, task.grader.checks_total) == ({0, 1}, 2)
     passed.clear()
     with pytest.raises(AssertionError):
         names["check"](lambda x: 1)  # type: ignore[operator]
@@ -54,7 +54,7 @@ def test_a_yardstick_in_the_checks_is_the_reference() -> None:
     """A check that calls the function by its own name compares with the known-good one, not with the candidate."""
     task = task_of(row("def check(c):\n    assert c(2) == f(2)\n"))
     names: dict[str, object] = {"__passed__": lambda index: None}
-    exec(task.checks, names)
+    exec(task.grader.checks, names)
     with pytest.raises(AssertionError):
         names["check"](lambda x: 7)  # type: ignore[operator]
 

@@ -245,7 +245,7 @@ async def test_cancelling_keeps_what_is_finished_and_frees_the_rest() -> None:
 
         async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
             if sample_index == 0:
-                return submit(task.reference)
+                return submit(task.grader.reference)
             started.set()
             await asyncio.sleep(3600)
             raise AssertionError("not reached")

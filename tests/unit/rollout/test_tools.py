@@ -30,11 +30,11 @@ from barchan.rollout.tools.edit import FILE_BYTES_MAX
 from barchan.rollout.tools.text import joined, shown
 from barchan.rollout.tools.toolbox import Called
 from barchan.sdk.aio.shell import ShellResult
-from tests.unit.rollout.fakes import FakeClient, FakeSandbox, result
+from tests.unit.rollout.fakes import FakeClient, FakeSandbox, result, task
 
 pytestmark = pytest.mark.timeout(30)
 
-BOX = Toolbox(TOOLS)
+BOX = Toolbox(task())
 
 
 def place(client: FakeClient | None = None, chars_max: int = 1000) -> tuple[FakeSandbox, Workspace]:
@@ -299,7 +299,7 @@ class SlowTool:
         return ToolOutput(content=arguments.how)
 
 
-OWN = Toolbox(("bash", f"{__name__}:SlowTool"))
+OWN = Toolbox(task(tools=("bash", f"{__name__}:SlowTool")))
 
 
 async def test_a_task_adds_tools() -> None:
@@ -339,7 +339,7 @@ async def test_ours_that_does_not_end_is_the_platforms_fault(monkeypatch: pytest
 def test_a_tool_that_is_not_there_is_named(name: str) -> None:
     """A task that asks for it is refused, saying which."""
     with pytest.raises(InvalidSpec, match=name.split(":")[-1]):
-        Toolbox((name,))
+        Toolbox(task(tools=(name,)))
 
 
 @given(st.binary(max_size=200), st.integers(2, 50))

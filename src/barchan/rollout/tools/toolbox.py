@@ -11,13 +11,15 @@ from msgspec import Struct
 from barchan.errors import BarchanError, ReadTimeout, TaskError
 from barchan.rollout.calls import Status, ToolCall, ToolResult
 from barchan.rollout.imports import load_class
+from barchan.rollout.task import ArtifactSpec, FileArtifact, Task
 from barchan.rollout.tools.base import Tool, ToolOutput, Workspace, schema_of
 from barchan.rollout.tools.bash import BashTool
 from barchan.rollout.tools.edit import EditTool
 from barchan.rollout.tools.python import PythonTool
-from barchan.rollout.tools.submit import SubmitTool
+from barchan.rollout.tools.submit import AnswerTool, SubmitTool
 
 BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in (BashTool(), PythonTool(), EditTool(), SubmitTool())}
+TOOLS_PACKAGE = __name__.rpartition(".")[0] + "."
 PLATFORM_SLACK_S = 45.0  # beyond a call's own time: more than the SDK gives the node, so that the SDK says what failed
 
 
@@ -29,12 +31,14 @@ class Called(Struct, frozen=True, kw_only=True):
     submits: bool
 
 
-def tool_named(name: str) -> Tool:
+def tool_named(name: str, artifact: ArtifactSpec) -> Tool:
     """One of ours, or a task's own by `module:Class`, made without arguments.
 
     Raises:
         InvalidSpec: There is none.
     """
+    if name == "submit" and isinstance(artifact, FileArtifact):
+        return AnswerTool(artifact.path)
     found = BUILT_IN.get(name)
     return found if found is not None else cast(Tool, load_class(name, "tool")())
 
@@ -42,8 +46,8 @@ def tool_named(name: str) -> Tool:
 class Toolbox:
     """The tools that one task offers."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        tools = [tool_named(name) for name in names]
+    def __init__(self, task: Task) -> None:
+        tools = [tool_named(name, task.artifact) for name in task.tools]
         self._tools = {tool.name: tool for tool in tools}
         self.names = frozenset(self._tools)
         self.schemas: tuple[dict[str, Any], ...] = tuple(schema_of(tool) for tool in tools)
@@ -73,7 +77,7 @@ class Toolbox:
 
 
 def is_ours(tool: Tool) -> bool:
-    return BUILT_IN.get(tool.name) is tool
+    return type(tool).__module__.startswith(TOOLS_PACKAGE)
 
 
 async def _bounded(tool: Tool, workspace: Workspace, arguments: Struct, timeout_s: float) -> ToolOutput:

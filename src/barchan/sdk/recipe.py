@@ -1,0 +1,59 @@
+"""How an image is made from another one: steps that run in a sandbox, and one more layer of what they did.
+
+Values only.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from barchan.model.sandbox import Env, Network
+
+
+class Run(Struct, frozen=True, kw_only=True, tag="run", forbid_unknown_fields=True):
+    """A command: a shell's when it is text, else a program and its arguments. Anything but exit code 0 fails the build.
+
+    `network`: what this step may reach, and no other.
+    """
+
+    command: str | tuple[str, ...]
+    user: str = "root"
+    cwd: str | None = None
+    env: Env = {}
+    network: Network = "none"
+    allow_hosts: tuple[str, ...] = ()
+    timeout_s: float = 1800.0
+
+
+class Put(Struct, frozen=True, kw_only=True, tag="put", forbid_unknown_fields=True):
+    """Files into the image: exactly one of `source` (a file or folder of the client's machine) and `data`.
+
+    Attributes:
+        path: Where it lies in the guest. A folder's content goes below it.
+        mode: Permission bits; None: as the source's, or 0644.
+        user: The owner.
+    """
+
+    path: str
+    source: str | None = None
+    data: bytes | None = None
+    mode: int | None = None
+    user: str = "root"
+
+
+class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image by its making. Recipes of equal content on an equal base are the same image.
+
+    Attributes:
+        base: Name or digest of an image that the node has, or the recipe of one.
+        env, user, workdir: What sandboxes of the image start with, over the base's.
+        memory_mib, disk_mib: Of the sandbox that the steps run in.
+    """
+
+    base: "str | Recipe"
+    steps: tuple[Run | Put, ...] = ()
+    env: Env = {}
+    user: str | None = None
+    workdir: str | None = None
+    memory_mib: Annotated[int, Meta(ge=16)] = 2048
+    disk_mib: Annotated[int, Meta(ge=1)] = 8192
