@@ -40,9 +40,14 @@ Cause = Literal[
     "grader_crash",
     "reward_missing",
     "reward_malformed",
+    "service_not_ready",
+    "judge_unreachable",
+    # whoever drives the rollout: void
+    "policy_error",
     # nobody's: cancelled
     "cancelled_user",
     "cancelled_stale",
+    "cancelled_surplus",
     # nobody knows: void
     "unknown",
 ]
@@ -57,13 +62,17 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """The judgement of one rollout: `reward` is None unless `status` is `scored`, checked on construction."""
+    """The judgement of one rollout: `reward` is None unless `status` is `scored`, checked on construction.
+
+    `exposed`: the task's format lets what the agent has written reach the grader's programs.
+    """
 
     status: Status
     reward: float | None
     fault: Fault
     cause: Cause
     truncated: bool = False
+    exposed: bool = False
     metrics: dict[str, float] = {}
     evidence: tuple[Evidence, ...] = ()
 
