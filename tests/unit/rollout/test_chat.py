@@ -328,7 +328,7 @@ async def test_what_is_no_completion_is_garbage(text: str) -> None:
 
 async def test_an_endless_answer_is_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer beyond the bound is not kept in memory."""
-    monkeypatch.setattr("barchan.rollout.policies.chat.REPLY_BYTES_MAX", 1000)
+    monkeypatch.setattr("barchan.rollout.endpoint.REPLY_BYTES_MAX", 1000)
 
     async def long(body: dict[str, Any], before: int) -> web.StreamResponse:
         return web.Response(body=b" " * 5000)
