@@ -4,7 +4,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from barchan.errors import CapacityError
+from barchan.errors import CapacityError, QuotaExceeded
+from barchan.model.node import Budget, LeaseUse
+
+BUDGET_RETRY_MS = 1000  # nobody knows when a lease's own sandboxes will end
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -57,3 +60,40 @@ def decide(limits: Limits, load: Load) -> Decision:
         turn_ms = load.start_ms_p50 * load.queued / limits.starting_max
         raise CapacityError(f"{load.queued} creates are waiting already", retry_after_ms=max(10, int(turn_ms)))
     return "queue"
+
+
+def check_budget(budget: Budget, used: LeaseUse, memory_mib: int) -> None:
+    """Let one more sandbox of `memory_mib` into a lease.
+
+    Raises:
+        CapacityError: Not now; room comes back when a sandbox of the lease ends.
+        QuotaExceeded: Never: its seconds are used up, or its memory is less than this one sandbox asks for.
+    """
+    if budget.sandbox_s_max is not None and used.sandbox_s >= budget.sandbox_s_max:
+        raise QuotaExceeded(
+            f"the lease has used up its budget of {budget.sandbox_s_max:g} sandbox-seconds", budget="sandbox_s_max"
+        )
+    if budget.memory_mib_max is not None and memory_mib > budget.memory_mib_max:
+        raise QuotaExceeded(
+            f"memory_mib={memory_mib} is more than the lease's whole budget of {budget.memory_mib_max} MiB",
+            budget="memory_mib_max",
+        )
+    if budget.sandboxes_max is not None and used.sandboxes >= budget.sandboxes_max:
+        raise CapacityError(
+            f"the lease's budget is {budget.sandboxes_max} sandboxes at once",
+            budget="sandboxes_max",
+            retry_after_ms=BUDGET_RETRY_MS,
+        )
+    if budget.memory_mib_max is not None and used.memory_mib + memory_mib > budget.memory_mib_max:
+        raise CapacityError(
+            f"the lease's budget is {budget.memory_mib_max} MiB of memory, and its sandboxes have {used.memory_mib}",
+            budget="memory_mib_max",
+            retry_after_ms=BUDGET_RETRY_MS,
+        )
+
+
+def spent_in_s(budget: Budget, used: LeaseUse, running: int) -> float | None:
+    """When `running` sandboxes will have used up a lease's seconds, counted from now; None: never as things are."""
+    if budget.sandbox_s_max is None or running == 0:
+        return None
+    return max(0.0, (budget.sandbox_s_max - used.sandbox_s) / running)

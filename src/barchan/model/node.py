@@ -1,6 +1,13 @@
 """What a node says about itself."""
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from barchan.model.sandbox import Label
+
+PRIORITY_MAX = 100
+GRACE_S_MAX = 86_400.0
 
 
 class NodeInfo(Struct, frozen=True, kw_only=True):
@@ -22,16 +29,54 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     backends: tuple[str, ...]
 
 
-class LeaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Open or re-open a lease; `grace_s` is how long its sandboxes live after its last connection went."""
+class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the sandboxes of one lease may use; None: no bound of its own.
 
-    lease_id: str | None = None
-    grace_s: float = 10.0
+    Attributes:
+        sandboxes_max: At once, with those on their way.
+        memory_mib_max: Sum of the memory limits of those.
+        sandbox_s_max: Seconds that its sandboxes live, all added up; then they end, and no other starts.
+    """
+
+    sandboxes_max: Annotated[int, Meta(ge=1)] | None = None
+    memory_mib_max: Annotated[int, Meta(ge=1)] | None = None
+    sandbox_s_max: Annotated[float, Meta(gt=0)] | None = None
+
+
+class LeaseUse(Struct, frozen=True, kw_only=True):
+    """What a lease has used of its budget: `sandboxes` and `memory_mib` now, `sandbox_s` since it was opened."""
+
+    sandboxes: int = 0
+    memory_mib: int = 0
+    sandbox_s: float = 0.0
+
+
+class LeaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Open a lease, or hold one that is there on the terms it was opened on.
+
+    Attributes:
+        grace_s: How long its sandboxes live after its last connection went.
+        labels: Of each of its sandboxes, where the sandbox has none of that name.
+        priority: Higher ones start first where starts have to wait.
+    """
+
+    lease_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    grace_s: Annotated[float, Meta(ge=0, le=GRACE_S_MAX)] = 10.0
+    labels: dict[Label, str] = {}
+    priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
+    budget: Budget | None = None
 
 
 class LeaseInfo(Struct, frozen=True, kw_only=True):
+    """A lease as its node has it. `holders`: connections that hold it now."""
+
     lease_id: str
     grace_s: float
+    labels: dict[str, str] = {}
+    priority: int = 0
+    budget: Budget | None = None
+    used: LeaseUse = LeaseUse()
+    holders: int = 1
 
 
 class ImageInfo(Struct, frozen=True, kw_only=True):

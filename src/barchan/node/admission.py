@@ -1,6 +1,8 @@
 """Holds creates back to what the host can start at once; the decision itself is `core.admission`."""
 
 import asyncio
+import heapq
+import itertools
 import os
 import shutil
 from collections import deque
@@ -31,13 +33,18 @@ def default_limits() -> Limits:
 
 
 class Admission:
-    """Counts starts; `slot()` is held while one sandbox is being made."""
+    """Counts starts; `slot()` is held while one sandbox is being made.
+
+    Waiting starts get their turns by priority, and within one in the order they came. Nothing else: as long as starts
+    of a higher priority wait, those of lower ones do too, however long that is.
+    """
 
     def __init__(self, limits: Limits, state_dir: Path) -> None:
         self.limits = limits
         self.starting = 0
         self._state_dir = state_dir
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._queue: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap; the number tells equals apart
+        self._numbers = itertools.count()
         self._recent_ms: deque[float] = deque([5.0], maxlen=64)
         self._host = (0, 0)
         self._host_read_at = -1.0
@@ -61,7 +68,7 @@ class Admission:
         )
 
     @asynccontextmanager
-    async def slot(self, running: int) -> AsyncIterator[None]:
+    async def slot(self, running: int, priority: int = 0) -> AsyncIterator[None]:
         """Wait for a turn to start a sandbox.
 
         Raises:
@@ -69,14 +76,16 @@ class Admission:
         """
         if decide(self.limits, self.load(running)) == "queue":
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._queue.append(turn)
+            waiting = (-priority, next(self._numbers), turn)
+            heapq.heappush(self._queue, waiting)
             try:
                 await turn  # whoever leaves hands its place over, so `starting` stays as it is
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self._pass_on()
                 else:
-                    self._queue.remove(turn)
+                    self._queue.remove(waiting)
+                    heapq.heapify(self._queue)
                 raise
         else:
             self.starting += 1
@@ -89,7 +98,7 @@ class Admission:
 
     def _pass_on(self) -> None:
         while self._queue:
-            turn = self._queue.popleft()
+            *_, turn = heapq.heappop(self._queue)
             if not turn.done():
                 turn.set_result(None)
                 return

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -105,16 +106,20 @@ class Server:
 
     async def lease_hold(self, request: web.Request) -> web.StreamResponse:
         asked: LeaseRequest = await self._body(request, "lease_hold")
-        lease = self._sandboxes.leases.hold(asked.lease_id, asked.grace_s)
+        lease = self._sandboxes.leases.hold(asked)
         try:
             response = await _stream(request)
-            while lease.lease_id in self._sandboxes.leases:
-                await response.write(encode_chunk(lease, packed=_packed(request)))
-                await asyncio.sleep(HEARTBEAT_S)
+            while not lease.ended.is_set():
+                await response.write(encode_chunk(lease.info(), packed=_packed(request)))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(lease.ended.wait(), HEARTBEAT_S)
             return response
         finally:
-            self._sandboxes.leases.release(lease.lease_id)
+            self._sandboxes.leases.release(lease)
             self._sandboxes.touch()
+
+    async def lease_list(self, request: web.Request) -> web.StreamResponse:
+        return _reply(request, self._sandboxes.leases.list())
 
     async def lease_end(self, request: web.Request) -> web.StreamResponse:
         return _reply(request, Killed(killed=await self._sandboxes.end_lease(request.match_info["lease_id"])))

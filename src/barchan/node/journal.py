@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from barchan.errors import RequirementMissing
 from barchan.image.template import Template
+from barchan.model.node import LeaseRequest
 from barchan.model.sandbox import Phase, SandboxSpec
 
 _SCHEMA = """
@@ -21,6 +22,9 @@ CREATE TABLE IF NOT EXISTS sandbox (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS sandbox_ended ON sandbox (ended_unix_s) WHERE ended_unix_s IS NOT NULL;
 CREATE TABLE IF NOT EXISTS lease (id TEXT PRIMARY KEY, grace_s REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS lease_terms (
+    id TEXT PRIMARY KEY, request BLOB NOT NULL, sandbox_s REAL NOT NULL DEFAULT 0
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 ENDED_KEPT_S = 3600.0
@@ -92,14 +96,36 @@ class Journal:
     def live(self) -> list[Row]:
         return self._rows("WHERE ended_unix_s IS NULL")
 
-    def lease_save(self, lease_id: str, grace_s: float) -> None:
-        self._db.execute("INSERT OR REPLACE INTO lease VALUES (?, ?)", (lease_id, grace_s))
+    def rehold(self, sandbox_id: str, spec: SandboxSpec) -> None:
+        """A sandbox went over to another lease."""
+        self._db.execute("UPDATE sandbox SET spec = ? WHERE id = ?", (msgspec.json.encode(spec), sandbox_id))
+
+    def lease_save(self, lease_id: str, request: LeaseRequest) -> None:
+        self._db.execute("INSERT OR REPLACE INTO lease VALUES (?, ?)", (lease_id, request.grace_s))
+        self._db.execute(
+            "INSERT OR REPLACE INTO lease_terms (id, request) VALUES (?, ?)", (lease_id, msgspec.json.encode(request))
+        )
+
+    def lease_use(self, lease_id: str, sandbox_s: float) -> None:
+        """The seconds of a lease's ended sandboxes; those of live ones follow from when they were created."""
+        self._db.execute("UPDATE lease_terms SET sandbox_s = ? WHERE id = ?", (sandbox_s, lease_id))
 
     def lease_drop(self, lease_id: str) -> None:
         self._db.execute("DELETE FROM lease WHERE id = ?", (lease_id,))
+        self._db.execute("DELETE FROM lease_terms WHERE id = ?", (lease_id,))
 
-    def leases(self) -> dict[str, float]:
-        return dict(self._db.execute("SELECT id, grace_s FROM lease").fetchall())
+    def leases(self) -> dict[str, tuple[LeaseRequest, float]]:
+        """Each lease's request and the seconds of its ended sandboxes. One without a request is plain."""
+        found = self._db.execute(
+            "SELECT lease.id, grace_s, request, sandbox_s FROM lease LEFT JOIN lease_terms USING (id)"
+        )
+        return {
+            lease_id: (
+                msgspec.json.decode(request, type=LeaseRequest) if request else LeaseRequest(grace_s=grace_s),
+                sandbox_s or 0.0,
+            )
+            for lease_id, grace_s, request, sandbox_s in found
+        }
 
     def _one(self, where: str, value: str) -> Row | None:
         rows = self._rows(where, value)

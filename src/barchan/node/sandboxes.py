@@ -33,7 +33,7 @@ from barchan.model.node import NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.node.admission import Admission, memory_available_mib
 from barchan.node.journal import Journal, Row
-from barchan.node.leases import Leases
+from barchan.node.leases import Leases, Over
 from barchan.node.live import Live
 from barchan.node.network import Network
 from barchan.node.processes import SHELL_NAMES
@@ -49,7 +49,7 @@ class Sandboxes:
         self.journal = Journal(state_dir / "journal.sqlite")
         self.node_id = self.journal.meta("node_id", f"node_{secrets.token_hex(4)}")
         self.admission = Admission(limits, state_dir)
-        self.leases = Leases(self.journal, self._lease_expired)
+        self.leases = Leases(self.journal, self._lease_over)
         self.live: dict[str, Live] = {}
         self.by_create: dict[str, Live] = {}
         self.creates_total = 0
@@ -72,6 +72,9 @@ class Sandboxes:
     async def start(self) -> None:
         """Find the sandboxes of an earlier node again; what can't be found is lost, what nobody knows is removed."""
         rows = {row.sandbox_id: row for row in self.journal.live()}
+        for row in rows.values():
+            age_s = max(0.0, time.time() - row.created_unix_s)
+            self.leases.adopt(row.spec.lease_id, row.sandbox_id, row.spec.memory_mib, age_s)
         # At once, so that what the host lacks is said by the node's start, not by a create.
         for name in backends.BACKENDS:
             backend = await self.backend(name)
@@ -87,6 +90,7 @@ class Sandboxes:
             for row in rows.values():
                 if row.spec.backend == name and row.sandbox_id not in self.live:
                     self.journal.end(row.sandbox_id, "lost", "node_lost")
+                    self.leases.leave(row.spec.lease_id, row.sandbox_id)
         self._spawn(self._sweep())
 
     async def _adopt(self, backend: Backend, row: Row) -> None:
@@ -169,24 +173,43 @@ class Sandboxes:
                 if row is not None:
                     raise self._gone(row)
             else:
-                if _identity(before.spec) != _identity(spec):
+                if _identity(before.spec) != _identity(self.leases.labelled(spec, before.spec.lease_id)):
                     raise Conflict(
                         f"create id {spec.create_id!r} was used for another sandbox", create_id=spec.create_id
                     )
                 await asyncio.shield(before.booted)
+                if before.ending is not None:
+                    raise self._why_not(before.sandbox_id)
+                self._hand_over(before, spec)
                 return before.info(self.node_id)
         self._check(spec)
         template = self.images.resolve(spec.template)
-        live = Live(f"sb_{self.node_id[5:]}_{secrets.token_hex(6)}", spec, template, time.time())
+        sandbox_id = f"sb_{self.node_id[5:]}_{secrets.token_hex(6)}"
+        priority = 0
+        if spec.lease_id is not None:
+            self.leases.admit(spec.lease_id, sandbox_id, spec.memory_mib)
+            priority = self.leases.get(spec.lease_id).terms.priority
+        live = Live(sandbox_id, self.leases.labelled(spec, spec.lease_id), template, time.time())
         if spec.create_id is not None:
             self.by_create[spec.create_id] = live
-        live.maker = self._spawn(self._make(live))
+        live.maker = self._spawn(self._make(live, priority))
         await asyncio.shield(live.booted)
         return live.info(self.node_id)
 
+    def _hand_over(self, live: Live, spec: SandboxSpec) -> None:
+        """A sandbox whose lease nobody holds any more goes over to the lease of whoever asks for it again: its creator
+        was killed, and was started again before the grace time was over.
+        """
+        if spec.lease_id is not None and self.leases.is_abandoned(live.spec.lease_id):
+            self.leases.admit(spec.lease_id, live.sandbox_id, spec.memory_mib)
+            self.leases.started(spec.lease_id, live.sandbox_id)
+            self.leases.leave(live.spec.lease_id, live.sandbox_id)
+            live.spec = self.leases.labelled(spec, spec.lease_id)
+            self.journal.rehold(live.sandbox_id, live.spec)
+
     def _check(self, spec: SandboxSpec) -> None:
-        if spec.lease_id is not None and spec.lease_id not in self.leases:
-            raise NotFound(f"lease {spec.lease_id} is not held: open it before creating", lease_id=spec.lease_id)
+        if spec.lease_id is not None:
+            self.leases.get(spec.lease_id)  # NotFound unless there is one
         if spec.lease_id is None and not spec.detach:
             raise InvalidSpec(
                 "a sandbox belongs to a lease (lease_id), or is detached (detach=true) and ends by its ttl_s"
@@ -202,12 +225,14 @@ class Sandboxes:
         if (spec.network == "allow") != bool(spec.allow_hosts):
             raise InvalidSpec('allow_hosts goes with network="allow", and network="allow" needs at least one host')
 
-    async def _make(self, live: Live) -> None:
+    async def _make(self, live: Live, priority: int) -> None:
         began = time.monotonic()
         self.creates_total += 1
         running = len(self.live)
         try:
-            async with self.admission.slot(running - self.admission.starting):
+            async with self.admission.slot(running - self.admission.starting, priority):
+                if live.spec.lease_id is not None:
+                    self.leases.started(live.spec.lease_id, live.sandbox_id)
                 self.live[live.sandbox_id] = live
                 backend = await self.backend(live.spec.backend)
                 self.journal.begin(live.sandbox_id, live.spec, live.template)
@@ -377,6 +402,7 @@ class Sandboxes:
 
     def _forget(self, live: Live) -> None:
         self.live.pop(live.sandbox_id, None)
+        self.leases.leave(live.spec.lease_id, live.sandbox_id)
         if live.spec.create_id is not None and self.by_create.get(live.spec.create_id) is live:
             del self.by_create[live.spec.create_id]
         self.touch()
@@ -385,14 +411,13 @@ class Sandboxes:
         if live.sandbox_id in self.live:
             self._begin_end(live, cause)
 
-    def _lease_expired(self, lease_id: str) -> None:
+    def _lease_over(self, lease_id: str, cause: Over) -> None:
         for live in [live for live in self.live.values() if live.spec.lease_id == lease_id]:
-            self._expire(live, "lease_ended")
+            self._expire(live, cause)
 
     async def end_lease(self, lease_id: str) -> int:
         """End a lease and its sandboxes now."""
-        if lease_id not in self.leases:
-            raise NotFound(f"no lease {lease_id} on this node", lease_id=lease_id)
+        self.leases.get(lease_id)
         self.leases.end(lease_id)
         held = [live for live in self.live.values() if live.spec.lease_id == lease_id]
         await asyncio.gather(*(self.end(live, "lease_ended") for live in held))

@@ -76,6 +76,10 @@ class Background:
             outcome.exception()
             raise
 
+    def start(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Run on this loop without waiting; its end, an error too, is the coroutine's own affair."""
+        _submit(self.loop(), coroutine)
+
     def iterate(self, generator: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """The synchronous face of an asynchronous generator; closing one closes the other."""
         try:

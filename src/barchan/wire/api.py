@@ -122,6 +122,7 @@ ROUTES: tuple[Route, ...] = (
     Route("node_shutdown", "POST", "/v1/node/shutdown", Empty, summary="End every sandbox and the node."),
     Route("lease_hold", "POST", "/v1/leases", LeaseInfo, "stream", LeaseRequest, "value",
           summary="Hold a lease for as long as this response is read: its first record, then one every 5 s."),
+    Route("lease_list", "GET", "/v1/leases", list[LeaseInfo], summary="The leases: their terms, and what is used of them."),
     Route("lease_end", "DELETE", "/v1/leases/{lease_id}", Killed, summary="End a lease and its sandboxes now."),
     Route("image_list", "GET", "/v1/images", list[ImageInfo], summary="Templates this node can start."),
     Route("create", "POST", "/v1/sandboxes", SandboxInfo, body=SandboxSpec, body_kind="value", summary="Start a sandbox."),

@@ -29,6 +29,28 @@ async def test_no_more_than_the_bound_start_at_once(tmp_path: Path) -> None:
     assert (most, order, admission.starting, admission.queued) == (2, [0, 1, 2, 3, 4], 0, 0)
 
 
+async def test_higher_priorities_go_first(tmp_path: Path) -> None:
+    """Whoever came first within one priority; who has a place already keeps it."""
+    admission = Admission(LIMITS, tmp_path)
+    order: list[str] = []
+    release = asyncio.Event()
+
+    async def one(name: str, priority: int) -> None:
+        async with admission.slot(0, priority):
+            order.append(name)
+            await release.wait()
+
+    wanted = [("a", -5), ("b", 0), ("low", -1), ("high 1", 3), ("high 2", 3)]
+    tasks = []
+    for name, priority in wanted:
+        tasks.append(asyncio.create_task(one(name, priority)))
+        await asyncio.sleep(0)
+    assert (order, admission.queued) == (["a", "b"], 3)
+    release.set()
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b", "high 1", "high 2", "low"]
+
+
 async def test_a_full_queue_refuses(tmp_path: Path) -> None:
     """Two start, three wait, the sixth is told when to come back."""
     admission = Admission(LIMITS, tmp_path)

@@ -1,68 +1,171 @@
-"""Leases end a grace time after their last holder, and not before."""
+"""Leases end a grace time after their last holder, and not before; their budgets are counted by the sandbox."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
 
+from barchan.errors import CapacityError, Conflict, NotFound, QuotaExceeded, SandboxExpired
+from barchan.model.node import Budget, LeaseRequest, LeaseUse
 from barchan.node import leases as module
 from barchan.node.journal import Journal
-from barchan.node.leases import Leases
+from barchan.node.leases import Leases, Over
+
+SOON = LeaseRequest(grace_s=0.1)
 
 
-class Ended:
+class Told:
     """What a node would be told."""
 
     def __init__(self) -> None:
-        self.ids: list[str] = []
+        self.over: list[tuple[str, Over]] = []
+
+    def __call__(self, lease_id: str, cause: Over) -> None:
+        self.over.append((lease_id, cause))
+
+    async def wait(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.over:
+                await asyncio.sleep(0.01)
+
+
+def opened(tmp_path: Path, told: Told | None = None) -> Leases:
+    return Leases(Journal(tmp_path / "journal"), told or Told())
 
 
 async def test_a_lease_ends_after_its_grace(tmp_path: Path) -> None:
     """Counted from the moment that its last connection went."""
-    ended = Ended()
-    leases = Leases(Journal(tmp_path / "journal"), ended.ids.append)
-    lease = leases.hold(None, 0.1)
-    leases.hold(lease.lease_id, 0.1)
-    leases.release(lease.lease_id)
+    told = Told()
+    leases = opened(tmp_path, told)
+    lease = leases.hold(SOON)
+    leases.hold(LeaseRequest(lease_id=lease.lease_id, grace_s=0.1))
+    leases.release(lease)
     await asyncio.sleep(0.2)
-    assert (ended.ids, leases.held) == ([], 1)
-    leases.release(lease.lease_id)
-    await asyncio.sleep(0.05)
-    assert ended.ids == []
-    await asyncio.sleep(0.15)
-    assert ended.ids == [lease.lease_id]
+    assert (told.over, leases.held, lease.info().holders) == ([], 1, 1)
+    went = asyncio.get_running_loop().time()
+    leases.release(lease)
+    assert told.over == []
+    await told.wait()
+    assert asyncio.get_running_loop().time() - went >= 0.09
+    assert told.over == [(lease.lease_id, "lease_ended")]
     assert lease.lease_id not in leases
+    assert lease.ended.is_set()
 
 
 async def test_a_holder_that_returns_in_time_keeps_it(tmp_path: Path) -> None:
     """A connection that broke costs nothing."""
-    ended = Ended()
-    leases = Leases(Journal(tmp_path / "journal"), ended.ids.append)
-    lease = leases.hold("le_1", 0.1)
-    leases.release("le_1")
-    await asyncio.sleep(0.05)
-    leases.hold("le_1", 0.1)
-    await asyncio.sleep(0.15)
-    assert (lease.lease_id, ended.ids) == ("le_1", [])
+    told = Told()
+    leases = opened(tmp_path, told)
+    request = LeaseRequest(lease_id="le_1", grace_s=0.1)
+    lease = leases.hold(request)
+    leases.release(lease)
+    assert leases.hold(request) is lease
+    await asyncio.sleep(0.25)
+    assert (lease.lease_id, told.over) == ("le_1", [])
+
+
+async def test_other_terms_are_refused(tmp_path: Path) -> None:
+    """Whoever holds a lease that is there holds it as it was opened; nobody changes it under the others."""
+    leases = opened(tmp_path)
+    lease = leases.hold(LeaseRequest(lease_id="le_1", priority=5))
+    for other in (LeaseRequest(lease_id="le_1"), LeaseRequest(lease_id="le_1", priority=5, labels={"a": "b"})):
+        with pytest.raises(Conflict, match="le_1"):
+            leases.hold(other)
+    assert lease.info().holders == 1
 
 
 async def test_a_restarted_node_gives_holders_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At least the restart grace, even for a lease whose own is shorter."""
     monkeypatch.setattr(module, "RESTART_GRACE_S", 0.2)
-    Leases(Journal(tmp_path / "journal"), [].append).hold("le_1", 0.01)
-    ended = Ended()
-    leases = Leases(Journal(tmp_path / "journal"), ended.ids.append)
-    await asyncio.sleep(0.1)
+    opened(tmp_path).hold(LeaseRequest(lease_id="le_1", grace_s=0.01))
+    told = Told()
+    started = asyncio.get_running_loop().time()
+    leases = opened(tmp_path, told)
     assert "le_1" in leases
-    await asyncio.sleep(0.2)
-    assert ended.ids == ["le_1"]
+    await told.wait()
+    assert asyncio.get_running_loop().time() - started >= 0.19
+    assert told.over == [("le_1", "lease_ended")]
+
+
+async def test_a_restarted_node_knows_terms_and_use(tmp_path: Path) -> None:
+    """Labels, priority and budget, the seconds of sandboxes that ended, and those of one that still lives."""
+    request = LeaseRequest(
+        lease_id="le_1", labels={"run": "a"}, priority=7, budget=Budget(sandbox_s_max=100, sandboxes_max=3)
+    )
+    leases = opened(tmp_path)
+    lease = leases.hold(request)
+    leases.admit("le_1", "sb_1", 64)
+    leases.started("le_1", "sb_1")
+    lease.since["sb_1"] -= 30
+    leases.leave("le_1", "sb_1")
+    after = opened(tmp_path)
+    after.adopt("le_1", "sb_2", 128, age_s=20)
+    (info,) = after.list()
+    assert (info.labels, info.priority, info.budget) == ({"run": "a"}, 7, request.budget)
+    assert (info.used.sandboxes, info.used.memory_mib, info.holders) == (1, 128, 0)
+    assert 50 <= info.used.sandbox_s < 60
 
 
 async def test_an_ended_lease_is_forgotten_at_once(tmp_path: Path) -> None:
-    """Also on disk: the next node does not know it."""
+    """Also on disk: the next node does not know it. Another of its name starts from nothing."""
     journal = Journal(tmp_path / "journal")
-    leases = Leases(journal, [].append)
-    leases.hold("le_1", 60)
+    leases = Leases(journal, Told())
+    request = LeaseRequest(lease_id="le_1", grace_s=60, budget=Budget(sandboxes_max=1))
+    lease = leases.hold(request)
+    leases.admit("le_1", "sb_1", 64)
     leases.end("le_1")
-    leases.release("le_1")
     assert (len(leases), journal.leases()) == (0, {})
+    again = leases.hold(request)
+    leases.release(lease)  # a connection of the ended one goes late
+    leases.leave("le_1", "sb_1")
+    assert (again.info().holders, again.used) == (1, LeaseUse())
+
+
+async def test_sandboxes_and_memory_come_back(tmp_path: Path) -> None:
+    """What does not fit is told to wait, until a sandbox of the same lease is gone."""
+    leases = opened(tmp_path)
+    leases.hold(LeaseRequest(lease_id="le_1", budget=Budget(sandboxes_max=2, memory_mib_max=200)))
+    leases.admit("le_1", "sb_1", 64)
+    leases.admit("le_1", "sb_2", 64)
+    with pytest.raises(CapacityError) as many:
+        leases.admit("le_1", "sb_3", 64)
+    assert many.value.details["budget"] == "sandboxes_max"
+    leases.leave("le_1", "sb_1")
+    with pytest.raises(CapacityError) as big:
+        leases.admit("le_1", "sb_3", 150)
+    assert big.value.details["budget"] == "memory_mib_max"
+    leases.leave("le_1", "sb_2")
+    leases.admit("le_1", "sb_3", 150)
+
+
+async def test_used_up_seconds_end_what_runs_and_let_nothing_in(tmp_path: Path) -> None:
+    """Two sandboxes use them twice as fast; a start that waited for its turn meanwhile is refused, too."""
+    told = Told()
+    leases = opened(tmp_path, told)
+    lease = leases.hold(LeaseRequest(lease_id="le_1", budget=Budget(sandbox_s_max=0.2)))
+    for name in ("sb_1", "sb_2", "sb_3"):
+        leases.admit("le_1", name, 64)
+    leases.started("le_1", "sb_1")
+    leases.started("le_1", "sb_2")
+    await told.wait()
+    assert told.over[0] == ("le_1", "budget")
+    assert lease.used.sandbox_s >= 0.2
+    with pytest.raises(QuotaExceeded):
+        leases.started("le_1", "sb_3")
+    for name in ("sb_1", "sb_2", "sb_3"):
+        leases.leave("le_1", name)
+    with pytest.raises(QuotaExceeded):
+        leases.admit("le_1", "sb_4", 64)
+    assert "le_1" in leases
+
+
+async def test_a_start_that_outlived_its_lease_is_refused(tmp_path: Path) -> None:
+    """It waited in the queue; started now, nothing would ever end it."""
+    leases = opened(tmp_path)
+    leases.hold(LeaseRequest(lease_id="le_1"))
+    leases.admit("le_1", "sb_1", 64)
+    leases.end("le_1")
+    with pytest.raises(SandboxExpired):
+        leases.started("le_1", "sb_1")
+    with pytest.raises(NotFound):
+        leases.admit("le_1", "sb_2", 64)
