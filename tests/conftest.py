@@ -8,12 +8,17 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from barchan.errors import NotFound
 from barchan.image.store import ImageStore
 from barchan.sdk.endpoint import default_state_dir
 from tests.nodes import NodeProcess
 from tests.requirements import ONE_OF, PROBES, must_run
+
+# How fast an example runs says nothing on a busy machine; each test has its own time-out.
+settings.register_profile("barchan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("barchan")
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class TestBrokenServers(EgressSuite):
                 502,
                 "none.example does not resolve: Name or service not known",
             )
-            assert 0.7 < time.monotonic() - started < 5
+            assert time.monotonic() - started > 0.7
 
     @pytest.mark.parametrize(
         "answer",
@@ -84,7 +84,7 @@ class TestBrokenServers(EgressSuite):
                     writer.write(b"x")
                     await asyncio.sleep(0.25)
                 assert await reader.read() == b""
-                assert 2.5 < time.monotonic() - started < 5
+                assert time.monotonic() - started > 1
 
     async def test_a_reset_tunnel_closes(self) -> None:
         """A server's reset ends the guest's side too."""
@@ -156,7 +156,7 @@ class TestHostileClients(EgressSuite):
                     writer.write(b"X")
                     await asyncio.sleep(0.05)
                 assert own(await answer) == (408, "the request head did not come in time")
-            assert 0.4 < time.monotonic() - started < 3
+            assert time.monotonic() - started > 0.4
             assert [event.outcome for event in running.events] == ["malformed"] * 3
 
     async def test_a_silent_connection_is_nobody(self) -> None:

