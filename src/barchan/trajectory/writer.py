@@ -12,7 +12,7 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from barchan.errors import BackendError, BlobCorrupt, Conflict, InvalidSpec, LocalProtocolError, NotFound
-from barchan.trajectory.format import BadLine, Entry, Header, Kind, Part, seal
+from barchan.trajectory.format import GENESIS, BadLine, Entry, Header, Kind, Part, seal
 from barchan.trajectory.reader import Chain, scan
 from barchan.trajectory.values import to_json
 
@@ -23,6 +23,8 @@ LOCK_POLL_S = 0.001
 class TrajectoryWriter:
     """The one writer of a log; used by one thread at a time, as a context or with `close()`.
 
+    `found_hash` is that of the last entry when this writer took the log over, before its own header.
+
     An entry that a call returned for outlives the death of this process. It outlives the death of the machine once
     `close()` returned, or at once with `durable`.
     """
@@ -30,6 +32,7 @@ class TrajectoryWriter:
     def __init__(self, fd: int, path: Path, *, durable: bool) -> None:
         """Not called by users: `create` and `reopen` give writers."""
         self.path = path
+        self.found_hash = GENESIS
         self._fd = fd
         self._durable = durable
         self._chain = Chain()
@@ -77,6 +80,7 @@ class TrajectoryWriter:
             if epoch <= last.epoch:
                 raise Conflict(f"the trajectory log {path} is at epoch {last.epoch}, and this writer's is {epoch}")
             os.ftruncate(writer._fd, writer._chain.size_bytes)
+            writer.found_hash = writer.head_hash
             writer._write_header(replace(last, epoch=epoch))
         return writer
 
@@ -117,6 +121,17 @@ class TrajectoryWriter:
         """Record what has no effect on a sandbox, or is known only after the fact. Raises what `intent` does."""
         return self._append("entry", kind, body)
 
+    def check(self) -> None:
+        """Ask whether this is still the log's writer.
+
+        Raises:
+            Conflict: A later writer took the log over: whoever holds this one must not act any more.
+        """
+        if self._fd < 0:
+            raise LocalProtocolError(f"the trajectory log {self.path} is closed")
+        if os.fstat(self._fd).st_size != self._chain.size_bytes:
+            raise Conflict(f"another writer took the trajectory log {self.path} over")
+
     def close(self) -> None:
         """Wait for the disk and let go of the file; idempotent."""
         if self._fd < 0:
@@ -146,8 +161,7 @@ class TrajectoryWriter:
         if self._fd < 0:
             raise LocalProtocolError(f"the trajectory log {self.path} is closed")
         with self._locked():
-            if os.fstat(self._fd).st_size != self._chain.size_bytes:
-                raise Conflict(f"another writer took the trajectory log {self.path} over")
+            self.check()
             return self._write(part, kind, plain, of=of, op_id=op_id, epoch=self._chain.epoch)
 
     def _write_header(self, header: Header) -> None:

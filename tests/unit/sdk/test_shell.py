@@ -1,6 +1,7 @@
 """The shell that keeps its state, and the terminal, with real shells below the fake node."""
 
 import asyncio
+import pickle
 import time
 
 import pytest
@@ -237,3 +238,35 @@ async def test_the_first_command_may_end_the_shell(sandbox: AsyncSandbox) -> Non
     async with await sandbox.shell() as shell:
         result = await shell.run("echo cannot enter >&2; exit 126")
         assert (result.exit_code, result.stderr, result.restarted) == (126, b"cannot enter\n", True)
+
+
+async def test_a_pickled_shell_goes_on_where_it_stood(sandbox: AsyncSandbox) -> None:
+    """Directory, variables, the last exit code; what a background job wrote since is the next command's, once."""
+    shell = await sandbox.shell()
+    await shell.run("cd /; x=kept; (exec >&8; for i in 1 2 3; do sleep 0.2; echo late $i; done) & false", timeout_s=10)
+    assert (await shell.run("sleep 0.1")).exit_code == 0
+    await shell.run("false")
+    other = pickle.loads(pickle.dumps(shell))
+    result = await other.run("echo $?; wait; echo $x; pwd", timeout_s=10)
+    assert (result.restarted, sorted(result.text.splitlines())) == (
+        False,
+        sorted(["1", "kept", "/", "late 1", "late 2", "late 3"]),
+    )
+    assert (await other.run("echo next")).text == "next\n"
+    await other.close()
+
+
+async def test_a_pickled_shell_that_has_ended_is_replaced(sandbox: AsyncSandbox) -> None:
+    """The next command has a new shell, and says so; so it does when the shell was never used."""
+    shell = await sandbox.shell()
+    unused = pickle.loads(pickle.dumps(shell))
+    assert (await unused.run("echo new")).text == "new\n"
+    await unused.close()
+    await shell.run("x=1")
+    other = pickle.loads(pickle.dumps(shell))
+    await shell.close()
+    assert shell.point is not None
+    await sandbox.process(shell.point.process_id).wait(10)
+    result = await other.run('echo "[$x]"', timeout_s=10)
+    assert (result.restarted, result.text) == (True, "[]\n")
+    await other.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from barchan.errors import BackendError, BlobCorrupt, Conflict, InvalidSpec, LocalProtocolError, NotFound
-from barchan.trajectory.format import log_path
+from barchan.trajectory.format import GENESIS, log_path
 from barchan.trajectory.reader import load, verify
 from barchan.trajectory.writer import TrajectoryWriter
 from tests.unit.trajectory.logs import header, new_log, write_rollout
@@ -239,3 +239,20 @@ def test_writers_leave_no_descriptor(tmp_path: Path) -> None:
         TrajectoryWriter.reopen(log.path, epoch=1)
     TrajectoryWriter.reopen(log.path, durable=True).close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_writer_can_tell_that_it_was_relieved(tmp_path: Path) -> None:
+    """Before it acts, without writing; whoever relieved it knows what the log held then."""
+    old = new_log(tmp_path)
+    old.entry("note", {"n": 1})
+    old.check()
+    head_hash = old.head_hash
+    new = TrajectoryWriter.reopen(old.path)
+    assert (new.found_hash, old.found_hash) == (head_hash, GENESIS)
+    new.check()
+    with pytest.raises(Conflict):
+        old.check()
+    for log in (old, new):
+        log.close()
+    with pytest.raises(LocalProtocolError):
+        new.check()

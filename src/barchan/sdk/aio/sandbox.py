@@ -8,7 +8,7 @@ from barchan.model.node import Killed
 from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
 from barchan.sdk.aio.files import AsyncFiles
 from barchan.sdk.aio.process import AsyncProcess, start_process
-from barchan.sdk.aio.shell import AsyncShell
+from barchan.sdk.aio.shell import AsyncShell, ShellPoint
 from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.options import Command, ExecOptions, ShellOptions, StartOptions, exec_request, start_request
 from barchan.sdk.transport import CALL_TIMEOUT_S, Call, Transport, encode, shared_transport
@@ -93,14 +93,19 @@ class AsyncSandbox:
         return await self._transport.value(PROCESSES, self._target(PROCESSES))
 
     async def shell(
-        self, *, max_output_bytes: int = DEFAULT_OUTPUT_BYTES, **options: Unpack[ShellOptions]
+        self,
+        *,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+        point: ShellPoint | None = None,
+        **options: Unpack[ShellOptions],
     ) -> AsyncShell:
         """Start a shell that keeps its directory, variables and functions between commands.
 
         Args:
             max_output_bytes: Of one command, per stream; beyond it the head and the tail are kept.
+            point: Go on with the shell that another handle had come to this point with, in place of a new one.
         """
-        shell = AsyncShell(self._transport, self.id, max_output_bytes, options)
+        shell = AsyncShell(self._transport, self.id, max_output_bytes, options, point)
         await shell.open()
         return shell
 

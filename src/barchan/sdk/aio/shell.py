@@ -30,9 +30,10 @@ from barchan.sdk.aio.process import AsyncProcess, start_process
 from barchan.sdk.background import BACKGROUND
 from barchan.sdk.cancel import clean_up, forget_error
 from barchan.sdk.checks import check_seconds
+from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.headtail import HeadTail
 from barchan.sdk.options import ShellOptions, StartOptions, start_request
-from barchan.sdk.transport import CALL_TIMEOUT_S, Transport
+from barchan.sdk.transport import CALL_TIMEOUT_S, Transport, shared_transport
 
 _SHELL = ("/bin/sh", "-c", "command -v bash >/dev/null 2>&1 && exec bash --noprofile --norc; exec sh")
 _SETTLE_S = 2.0  # how long the shell may take to come back after its children were killed
@@ -72,12 +73,25 @@ class ShellResult(Struct, frozen=True, kw_only=True):
         return self.stderr.decode("utf-8", "replace")
 
 
+class ShellPoint(Struct, frozen=True, kw_only=True):
+    """Where a shell stands between two commands, for whoever goes on with it, here or in another process.
+
+    `stdout` and `stderr` are offsets of its process's output: what lies before was told.
+    """
+
+    process_id: str
+    stdout: int
+    stderr: int
+    last_code: int
+
+
 class MarkedStream:
     """One output stream up to a mark and the number behind it. What follows belongs to the next command."""
 
     def __init__(self, mark: bytes, kept: HeadTail, bytes_max: int) -> None:
         self.kept = kept
         self.after = HeadTail(bytes_max)
+        self.after_bytes = 0
         self.code: int | None = None
         self._pattern = re.compile(re.escape(mark) + rb" ([0-9]{1,3})\n")
         self._hold_bytes = len(mark) + 4
@@ -85,18 +99,22 @@ class MarkedStream:
 
     def feed(self, data: bytes) -> None:
         if self.code is not None:
-            self.after.feed(data)
+            self._feed_after(data)
             return
         held = self._held + data
         if found := self._pattern.search(held):
             self.code = int(found[1]) & 0xFF
             self.kept.feed(held[: found.start()])
-            self.after.feed(held[found.end() :])
             self._held = b""
+            self._feed_after(held[found.end() :])
         else:
             keep = min(len(held), self._hold_bytes)
             self.kept.feed(held[: len(held) - keep])
             self._held = held[len(held) - keep :]
+
+    def _feed_after(self, data: bytes) -> None:
+        self.after.feed(data)
+        self.after_bytes += len(data)
 
     def content(self) -> tuple[bytes, bool]:
         """What came before the mark, and whether bytes were left out."""
@@ -131,9 +149,20 @@ class _Run:
 
 
 class AsyncShell:
-    """Runs one command at a time. Used from any loop; it lives on the SDK's own, so that its output is always read."""
+    """Runs one command at a time. Used from any loop; it lives on the SDK's own, so that its output is always read.
 
-    def __init__(self, transport: Transport, sandbox_id: str, bytes_max: int, options: ShellOptions) -> None:
+    Picklable between two commands; one process at a time goes on with it.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        sandbox_id: str,
+        bytes_max: int,
+        options: ShellOptions,
+        point: ShellPoint | None = None,
+    ) -> None:
+        self.point = point  # None before the first command
         self._transport = transport
         self._sandbox_id = sandbox_id
         self._bytes_max = bytes_max
@@ -142,13 +171,19 @@ class AsyncShell:
         self._process: AsyncProcess | None = None
         self._reader: asyncio.Task[None] | None = None
         self._run = _Run(bytes_max)
+        self._is_taken_over = point is not None
+        self._read_to = {"stdout": 0, "stderr": 0}
         self._last_code = 0
         self._greeting = b""  # what the shell has yet to say first, b"" once it did
         self._said = b""  # on its stderr, before the greeting
         self._closed = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (self._transport.endpoint, self._sandbox_id, self._bytes_max, self._options, self.point)
+
     async def open(self) -> None:
-        await BACKGROUND.call(self._start())
+        if self.point is None:
+            await BACKGROUND.call(self._start())
 
     async def run(
         self, command: str, *, timeout_s: float = DEFAULT_EXEC_TIMEOUT_S, idle_timeout_s: float | None = None
@@ -185,14 +220,27 @@ class AsyncShell:
         self._process, self._last_code, self._run = process, 0, _Run(self._bytes_max)
         greeting = secrets.token_hex(16)
         self._greeting, self._said = greeting.encode(), b""
-        self._reader = asyncio.create_task(self._read(process))
-        self._reader.add_done_callback(forget_error)
+        self._follow(process, 0, 0)
         try:
             await process.write_stdin(_SET_UP.format(greeting))
         except CallerError as error:
             await self._explain(process, error)
             raise
         return process
+
+    async def _take_over(self, point: ShellPoint) -> tuple[AsyncProcess, bool]:
+        """Go on with a shell that another handle started; with a new one, where that has ended since."""
+        process = AsyncProcess(self._transport, self._sandbox_id, point.process_id)
+        if not (await process.info()).running:
+            return await self._start(), True
+        self._process, self._last_code, self._run = process, point.last_code, _Run(self._bytes_max)
+        self._follow(process, point.stdout, point.stderr)
+        return process, False
+
+    def _follow(self, process: AsyncProcess, stdout: int, stderr: int) -> None:
+        self._read_to = {"stdout": stdout, "stderr": stderr}
+        self._reader = asyncio.create_task(self._read(process, stdout, stderr))
+        self._reader.add_done_callback(forget_error)
 
     async def _explain(self, process: AsyncProcess, error: CallerError) -> None:
         """Forget a shell that takes no input, and raise what it said if it never came up."""
@@ -207,12 +255,13 @@ class AsyncShell:
         said = self._said.decode("utf-8", "replace").strip()
         return InvalidSpec(f"the shell did not start: {said or f'it ended with exit code {exit_code}'}")
 
-    async def _read(self, process: AsyncProcess) -> None:
+    async def _read(self, process: AsyncProcess, stdout: int, stderr: int) -> None:
         """Give each run its output; returns when the shell ended, though its children may live on."""
         try:
-            async for chunk in process.chunks(0, 0, follow=True, quiet_timeout_s=None):
+            async for chunk in process.chunks(stdout, stderr, follow=True, quiet_timeout_s=None):
                 if chunk.stream == "exit":
                     return
+                self._read_to[chunk.stream] = chunk.offset + len(chunk.data)
                 if self._greeting and chunk.stream == "stderr":
                     self._greet(chunk)
                 else:
@@ -257,6 +306,9 @@ class AsyncShell:
         """The shell for the next command, and whether it is another than the last command had."""
         if self._closed:
             raise LocalProtocolError("the shell is closed")
+        if self._is_taken_over and self.point is not None:
+            self._is_taken_over = False
+            return await self._take_over(self.point)
         if self._process is not None and self._reader is not None and not self._reader.done():
             return self._process, False
         is_new = self._process is not None
@@ -306,6 +358,7 @@ class AsyncShell:
             if self._greeting and not timed_out:
                 raise self._not_started(exit_code)
         self._run, self._last_code = _Run(self._bytes_max, run), exit_code
+        self.point = None if has_ended else self._point(run)
         (out, out_cut), (err, err_cut) = (run.streams[name].content() for name in ("stdout", "stderr"))
         return ShellResult(
             exit_code=exit_code,
@@ -314,6 +367,15 @@ class AsyncShell:
             timed_out=timed_out,
             truncated=out_cut or err_cut,
             restarted=has_ended or is_new,
+        )
+
+    def _point(self, run: _Run) -> ShellPoint | None:
+        """Where the mark of a run was: what came after it is the next command's."""
+        if self._process is None:
+            return None
+        told = {name: self._read_to[name] - stream.after_bytes for name, stream in run.streams.items()}
+        return ShellPoint(
+            process_id=self._process.id, stdout=told["stdout"], stderr=told["stderr"], last_code=self._last_code
         )
 
     async def _forget(self) -> None:
@@ -332,6 +394,12 @@ class AsyncShell:
                 await process.kill()
         except (NotFound, SandboxExpired, SandboxLost):
             pass  # it went with its sandbox
+
+
+def _revive(
+    endpoint: Endpoint, sandbox_id: str, bytes_max: int, options: ShellOptions, point: ShellPoint | None
+) -> AsyncShell:
+    return AsyncShell(shared_transport(endpoint), sandbox_id, bytes_max, options, point)
 
 
 def _line(command: str, mark: str, last_code: int) -> str:
