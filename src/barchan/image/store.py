@@ -3,10 +3,12 @@
     ROOT/templates/NAME.json   a `Template`; NAME percent-encoded
     ROOT/layers/SHA256.erofs   a layer (or SHA256.dir/ where the kernel can't mount EROFS files)
     ROOT/tmp/ID/               a build under way; its `lock` is held for as long as its builder lives
+    ROOT/doubtful/LAYER        names a layer that may have come without a template, or lost its last one
     ROOT/lock                  held while any of the above changes names
 
 Whatever has its final name is whole and on disk: it is written beside, synced and renamed. A builder that dies leaves
-only its directory in `tmp`, which the next one removes. Readers take no lock.
+only its directory in `tmp`, which the next one removes; a layer is noted as doubtful before its use changes, so
+that whoever holds the lock next can judge it. Readers take no lock.
 """
 
 import fcntl
@@ -15,16 +17,16 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 from urllib.parse import quote
 
 import msgspec
 
 from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
-from barchan.image.template import FORMAT, Layer, Template, TemplateConfig, template_digest
+from barchan.image.template import FORMAT, Layer, LayerKind, Template, TemplateConfig, template_digest
 from barchan.model.node import ImageInfo
 
 BUILD_HINT = "barchan image build debian"
@@ -51,6 +53,7 @@ class ImageStore:
         self._templates = root / "templates"
         self._layers = root / "layers"
         self._tmp = root / "tmp"
+        self._doubtful = root / "doubtful"
         self._read_before: dict[Path, tuple[tuple[int, int, int], Template]] = {}
 
     def templates(self) -> list[Template]:
@@ -89,7 +92,15 @@ class ImageStore:
 
     def layer_path(self, layer: Layer) -> Path:
         """Where a layer lies: a file to mount, or a directory."""
-        return self._layers / f"{layer.digest}.{layer.kind}"
+        return self._layers / self._name(layer)
+
+    @staticmethod
+    def _name(layer: Layer) -> str:
+        return f"{layer.digest}.{layer.kind}"
+
+    def has_layer(self, digest: str) -> bool:
+        """Whether a layer of this digest is kept here, in either form."""
+        return any(self.layer_path(Layer(digest, kind)).exists() for kind in get_args(LayerKind))
 
     @contextmanager
     def workspace(self) -> Iterator[Path]:
@@ -110,17 +121,25 @@ class ImageStore:
                 shutil.rmtree(path)
             os.close(lock)
 
-    def commit(self, config: TemplateConfig, layers: tuple[NewLayer, ...]) -> Template:
-        """Name a template and keep its layers (topmost first); an older template of this name gives way to it."""
+    def commit(self, config: TemplateConfig, layers: tuple[NewLayer | Layer, ...]) -> Template:
+        """Name a template and keep its layers (topmost first); an older template of this name gives way to it.
+
+        Raises:
+            NotFound: A `Layer`, which must be in the store, is not: its image was removed.
+        """
         config.check()
         if len(_file_name(config.name)) > FILE_NAME_MAX:
             raise InvalidSpec(f"template name {config.name!r} is too long")
-        for new in layers:
+        brought = [item for item in layers if isinstance(item, NewLayer)]
+        for new in brought:
             _sync_tree(new.path)
+        stored = tuple(item.layer if isinstance(item, NewLayer) else item for item in layers)
         with self._locked():
-            for new in layers:
+            self._check_kept(set(stored) - {new.layer for new in brought})
+            self._doubt(self._name(layer) for layer in stored)
+            self._doubt(self._names_of(config.name))
+            for new in brought:
                 self._keep(new)
-            stored = tuple(new.layer for new in layers)
             template = Template(
                 name=config.name,
                 digest=template_digest(config, stored),
@@ -133,23 +152,30 @@ class ImageStore:
                 source=config.source,
             )
             self._write(self._template_path(config.name), msgspec.json.format(msgspec.json.encode(template)))
-            self._sweep_layers()
+            self._settle(stored)
         return template
 
     def remove(self, name_or_digest: str) -> Template:
         """Forget a template, and its layers unless another one needs them. Running sandboxes keep what they mounted."""
         with self._locked():
             template = self.resolve(name_or_digest)
+            self._doubt(self._name(layer) for layer in template.layers)
             self._template_path(template.name).unlink()
             _sync_directory(self._templates)
-            self._sweep_layers()
+            self._settle()
         return template
+
+    def _check_kept(self, layers: Iterable[Layer]) -> None:
+        for layer in layers:
+            if not self.layer_path(layer).exists():
+                raise NotFound(f"layer {layer.digest} is not in the store any more: its image was removed")
 
     def _read_cached(self, path: Path) -> Template | None:
         """As `_read`; a file that is the same as last time is not read again, since every create asks."""
         try:
             found = path.stat()
         except FileNotFoundError:
+            self._read_before.pop(path, None)
             return None
         version = (found.st_ino, found.st_mtime_ns, found.st_size)
         known = self._read_before.get(path)
@@ -179,11 +205,36 @@ class ImageStore:
         beside.rename(target)
         _sync_directory(target.parent)
 
-    def _sweep_layers(self) -> None:
-        needed = {self.layer_path(layer).name for template in self.templates() for layer in template.layers}
-        for path in self._layers.iterdir():
-            if path.name not in needed:
-                _remove(path)
+    def _names_of(self, name: str) -> Iterable[str]:
+        """The layers of the template of that name, if there is one; if its file is damaged, any layer may be."""
+        try:
+            template = self._read_cached(self._template_path(name))
+        except BlobCorrupt:
+            return [path.name for path in self._layers.iterdir()]
+        return [self._name(layer) for layer in template.layers] if template is not None else []
+
+    def _doubt(self, names: Iterable[str]) -> None:
+        """Note layers before their use changes: whoever dies then leaves the notes to the next one."""
+        for name in names:
+            (self._doubtful / name).touch()
+
+    def _settle(self, known_used: Iterable[Layer] = ()) -> None:
+        """Remove the layers in doubt that no template names; templates are looked at only if there is a doubt."""
+        used = {self._name(layer) for layer in known_used}
+        notes = tuple(self._doubtful.iterdir())
+        if any(note.name not in used for note in notes):
+            try:
+                used |= self._all_used()
+            except BlobCorrupt:
+                return  # nobody knows what it names: the doubts stay until it is built again or removed
+        for note in notes:
+            if note.name not in used:
+                _remove(self._layers / note.name)
+            note.unlink()
+
+    def _all_used(self) -> set[str]:
+        found = (self._read_cached(path) for path in self._templates.iterdir() if path.suffix == ".json")
+        return {self._name(layer) for template in found if template is not None for layer in template.layers}
 
     def _sweep_workspaces(self) -> None:
         for path in self._tmp.iterdir():
@@ -199,11 +250,12 @@ class ImageStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        for directory in (self._templates, self._layers, self._tmp):
+        for directory in (self._templates, self._layers, self._tmp, self._doubtful):
             directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            self._settle()  # what one that died has left
             yield
         finally:
             os.close(lock)
@@ -244,7 +296,7 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def _size_bytes(path: Path) -> int:
