@@ -276,6 +276,16 @@ struct layer *layer_find(const char *digest)
 	return NULL;
 }
 
+/* In the order in which they were mounted last; NULL behind the end. */
+const struct layer *layer_at(uint64_t index)
+{
+	const struct layer *layer = layers;
+
+	while (layer && index-- > 0)
+		layer = layer->next;
+	return layer;
+}
+
 static int open_erofs(const char *path)
 {
 	char source[32];
@@ -411,7 +421,7 @@ static int make_overlay(const struct sandbox *sandbox, const struct root_parts *
 	}
 	/* volatile: without it, unmounting any sandbox would commit the whole pool to disk. Newer kernels complain in their
 	 * log about uuid=off at each mount, older ones don't know null. */
-	snprintf(options_text + length, sizeof(options_text) - length, ",upperdir=/upper/u,workdir=/upper/w,volatile,redirect_dir=on,uuid=%s",
+	snprintf(options_text + length, sizeof(options_text) - length, ",upperdir=/upper/u,workdir=/upper/w,volatile,redirect_dir=on,metacopy=off,uuid=%s",
 		 detached_clones ? "null" : "off");
 	if (attach(parts->upper, AT_FDCWD, "/upper") < 0 || chdir("/layers") < 0)
 		return -1;

@@ -8,7 +8,7 @@
 #include "supervisor.h"
 
 #define KEYS_MAX 16u
-#define LIST_ENTRY_MAX 160u /* bytes: an id and three numbers */
+#define LIST_ENTRY_MAX 160u /* bytes: an id and three numbers, or a digest */
 #define SHM_BYTES_MIN 4096u
 
 struct request {
@@ -105,6 +105,8 @@ static void handle_hello(struct request *request)
 	reply_add(reply, "features=%s", list);
 	reply_send(reply, &request->waiter);
 	node_said_hello = true;
+	if (pool_remove_cuts() < 0)
+		log_line("removing the cuts of an earlier node: %s", strerror(errno));
 	sandbox_announce_ended();
 }
 
@@ -134,19 +136,62 @@ static void handle_unlayer(struct request *request)
 		reply_send(start_ok(request), &request->waiter);
 }
 
+static bool has_room(const struct reply *reply)
+{
+	return PACKET_MAX - reply->length > 2 * LIST_ENTRY_MAX;
+}
+
+/* Where a page of a list starts; -1 after an error was sent. */
+static int parse_from(const struct request *request, uint64_t *from)
+{
+	*from = 0;
+	if (!value_of(request, "from") || parse_number(value_of(request, "from"), from) == 0)
+		return 0;
+	refuse(request, "request", EINVAL, "from");
+	return -1;
+}
+
+static void handle_layers(struct request *request)
+{
+	uint64_t at;
+
+	if (parse_from(request, &at) < 0)
+		return;
+	const struct layer *layer = layer_at(at);
+	struct reply *reply = start_ok(request);
+	for (; layer && has_room(reply); layer = layer->next, at++)
+		reply_add(reply, "layer=%s", layer->digest);
+	if (layer)
+		reply_add(reply, "next=%llu", (unsigned long long)at);
+	reply_send(reply, &request->waiter);
+}
+
+static void handle_pool(struct request *request)
+{
+	CLEANUP_FD int upper_fd = pool_open_dir("upper");
+	CLEANUP_FD int cut_fd = pool_open_dir("cut");
+
+	if (upper_fd < 0 || cut_fd < 0) {
+		refuse(request, "pool", errno, NULL);
+		return;
+	}
+	struct reply *reply = start_ok(request);
+	reply_add_fd(reply, upper_fd);
+	reply_add_fd(reply, cut_fd);
+	upper_fd = cut_fd = -1; /* reply_send closes them */
+	reply_send(reply, &request->waiter);
+}
+
 static void handle_list(struct request *request)
 {
 	struct reply *reply;
-	uint64_t from = 0;
+	uint64_t from;
 	unsigned slot;
 
-	if (value_of(request, "from") && parse_number(value_of(request, "from"), &from) < 0) {
-		refuse(request, "request", EINVAL, "from");
+	if (parse_from(request, &from) < 0)
 		return;
-	}
 	reply = start_ok(request);
-	for (slot = from < SLOTS_MAX ? (unsigned)from : SLOTS_MAX; slot < sandbox_slots_end() && PACKET_MAX - reply->length > 2 * LIST_ENTRY_MAX;
-	     slot++) {
+	for (slot = from < SLOTS_MAX ? (unsigned)from : SLOTS_MAX; slot < sandbox_slots_end() && has_room(reply); slot++) {
 		const struct sandbox *sandbox = sandbox_by_slot(slot);
 		if (!sandbox || (sandbox->state != SANDBOX_RUNNING && sandbox->state != SANDBOX_ENDED))
 			continue;
@@ -324,6 +369,8 @@ static const struct operation operations[] = {
 	{"hello", handle_hello, "version"},
 	{"layer", handle_layer, "digest type path"},
 	{"unlayer", handle_unlayer, "digest"},
+	{"layers", handle_layers, "[from]"},
+	{"pool", handle_pool, ""},
 	{"create", handle_create, "id layers upper_bytes memory_bytes pids cpu_us shm_bytes hostname network"},
 	{"attach", handle_attach, "id"},
 	{"leaf", handle_leaf, "id"},

@@ -2,6 +2,7 @@
  * EDQUOT beyond it) and, outside that quota, a directory for the init's output spool. Nothing here outlives the supervisor:
  * the file is unlinked as soon as the loop device has it, and the mount hangs on a descriptor. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <fcntl.h>
 #include <linux/btrfs.h>
 #include <linux/btrfs_tree.h>
@@ -111,7 +112,8 @@ static int mount_pool(const char *device)
 	if (mount_fd < 0 || mounts_hold(mount_fd, "pool") < 0)
 		return -1;
 	pool_fd = openat(mount_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	if (pool_fd < 0 || mkdirat(pool_fd, "upper", 0700) < 0 || mkdirat(pool_fd, "spool", 0711) < 0)
+	if (pool_fd < 0 || mkdirat(pool_fd, "upper", 0700) < 0 || mkdirat(pool_fd, "cut", 0700) < 0 ||
+	    mkdirat(pool_fd, "spool", 0711) < 0)
 		return -1;
 	return enable_quotas();
 }
@@ -141,6 +143,17 @@ void pool_close(void)
 
 /* --- per sandbox; pool_make and pool_make_spool run in the launch child ------------------------------------------- */
 
+/* The sandbox's root directory is this one, so it is as the topmost layer has it; only that all may enter is made sure of. */
+static int make_upper(const struct sandbox *sandbox, int upper_fd)
+{
+	struct stat top;
+
+	if (fstat(sandbox->spec.layers[0]->fd, &top) < 0 || mkdirat(upper_fd, "u", 0700) < 0 ||
+	    fchmodat(upper_fd, "u", (top.st_mode & 07777) | 0555, 0) < 0)
+		return -1;
+	return utimensat(upper_fd, "u", (struct timespec[]){top.st_mtim, top.st_mtim}, 0);
+}
+
 /* `*upper_fd` is the subvolume's root, with `u` and `w` for the overlay. Ids on disk are unshifted: guest root is 0. */
 int pool_make(const struct sandbox *sandbox, int *upper_fd)
 {
@@ -157,7 +170,7 @@ int pool_make(const struct sandbox *sandbox, int *upper_fd)
 	*upper_fd = openat(dir_fd, sandbox->id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	if (*upper_fd < 0 || (!options.no_quota && ioctl(*upper_fd, BTRFS_IOC_QGROUP_LIMIT, &limit) < 0))
 		return -1;
-	return mkdirat(*upper_fd, "u", 0755) < 0 ? -1 : mkdirat(*upper_fd, "w", 0700);
+	return make_upper(sandbox, *upper_fd) < 0 ? -1 : mkdirat(*upper_fd, "w", 0700);
 }
 
 /* The init's spool directory, through a mount of its own: `..` leads nowhere. */
@@ -199,6 +212,36 @@ int pool_remove(const struct sandbox *sandbox)
 			return -1;
 	}
 	return remove_tree_at(spool_fd, sandbox->id, false);
+}
+
+/* `upper` or `cut`, for the node: it makes snapshots of the one in the other by itself, since that waits for the disk. */
+int pool_open_dir(const char *name)
+{
+	return openat(pool_fd, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+}
+
+/* Snapshots of an earlier node, that no longer exists when a new one comes. */
+int pool_remove_cuts(void)
+{
+	struct btrfs_ioctl_vol_args name = {0};
+	struct dirent *entry;
+	int result = 0, fd = pool_open_dir("cut");
+	DIR *dir = fd < 0 ? NULL : fdopendir(fd);
+
+	if (!dir) {
+		close_fd(&fd);
+		return -1;
+	}
+	while (result == 0 && (entry = readdir(dir))) {
+		if (entry->d_name[0] == '.')
+			continue;
+		remember_quota(fd, entry->d_name);
+		snprintf(name.name, sizeof(name.name), "%s", entry->d_name);
+		result = ioctl(fd, BTRFS_IOC_SNAP_DESTROY, &name);
+	}
+	int error = errno;
+	closedir(dir);
+	return errno = error, result;
 }
 
 /* Drop those whose subvolume is emptied, in the order of removal, a bounded number at a time; true when some are left. */

@@ -204,6 +204,8 @@ extern bool pool_has_simple_quota;
 int pool_make(const struct sandbox *sandbox, int *upper_fd);
 int pool_make_spool(const struct sandbox *sandbox);
 int pool_remove(const struct sandbox *sandbox);
+int pool_open_dir(const char *name);
+int pool_remove_cuts(void);
 bool pool_drop_stale_quotas(void);
 
 /* userns.c */
@@ -242,6 +244,7 @@ int mounts_leave_host(void);
 void mounts_close(void);
 int mounts_hold(int mount_fd, const char *name);
 struct layer *layer_find(const char *digest);
+const struct layer *layer_at(uint64_t index);
 int layer_add(const char *digest, bool is_dir, const char *path);
 int layer_remove(struct layer *layer);
 int mount_new(const char *type, unsigned attributes, const char *const *pairs);

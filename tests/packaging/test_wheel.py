@@ -14,7 +14,7 @@ from tests.tidy.source import ROOT
 
 pytestmark = pytest.mark.requires("static-libc")
 
-PROGRAMS = {"barchan/_guest/barchan-init", "barchan/_guest/barchan-supervisor"}
+PROGRAMS = {"barchan/_guest/barchan-init", "barchan/_guest/barchan-supervisor", "barchan/_guest/barchan-pack"}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
@@ -48,6 +49,16 @@ class Handle(Protocol):
     async def platform_leaf(self) -> None:
         """Make room beside the guest's limits for platform execs; repeating is cheap."""
 
+    async def pack(self, target: Path) -> None:
+        """Write the sandbox's writable layer, as it is at one moment, into a new file: an EROFS image.
+
+        Raises:
+            CapacityError: There is no room for it, or the guest could not be stopped for that moment.
+            GuestWrecked: What the guest made can't be a layer.
+
+        Cancellation: Nothing is left but the file, which may be half written.
+        """
+
     def oom_kills(self) -> int:
         """The kernel's count of out-of-memory kills under the guest's memory limit."""
 
@@ -87,6 +98,9 @@ class Backend(Protocol):
 
     async def discard(self, sandbox_id: str) -> None:
         """Remove a sandbox that nobody knows."""
+
+    async def unmount(self, digests: Iterable[str] | None = None) -> None:
+        """Let go of those layers (None: of all) that the image store has no more; one in use later, when it is not."""
 
     async def lost(self) -> None:
         """Return when what holds the sandboxes is gone, and they with it."""

@@ -13,6 +13,7 @@ from barchan.model.sandbox import DEFAULT_USER, Name
 
 FORMAT = 1
 GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+LAYERS_MAX = 64  # that a sandbox can be made of
 LayerKind = Literal["erofs", "dir"]
 
 

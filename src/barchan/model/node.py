@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from barchan.model.sandbox import Label
+from barchan.model.sandbox import Env, Label, Name
 
 PRIORITY_MAX = 100
 GRACE_S_MAX = 86_400.0
@@ -90,6 +90,18 @@ class ImageInfo(Struct, frozen=True, kw_only=True):
     user: str
     workdir: str
     env: dict[str, str]
+
+
+class SnapshotRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the image of a sandbox's files is called, and starts with; None: a fresh name, and as the sandbox's image.
+
+    `env` replaces the image's whole environment. What the sandbox itself was given does not become the image's.
+    """
+
+    name: Name | None = None
+    env: Env | None = None
+    user: str | None = None
+    workdir: str | None = None
 
 
 class Killed(Struct, frozen=True, kw_only=True):

@@ -11,8 +11,9 @@ from aiohttp import web
 
 from barchan.backends.guest import GuestProcess
 from barchan.errors import BackendError, BarchanError, Denied, InvalidSpec
-from barchan.model.node import Killed, LeaseRequest
+from barchan.model.node import Killed, LeaseRequest, SnapshotRequest
 from barchan.model.sandbox import ExecRequest, OutputChunk, SandboxSpec, StartRequest
+from barchan.node import snapshots
 from barchan.node.collect import Stream, encode_chunk, output_chunk
 from barchan.node.live import Live
 from barchan.node.sandboxes import Sandboxes
@@ -127,6 +128,9 @@ class Server:
     async def image_list(self, request: web.Request) -> web.StreamResponse:
         return _reply(request, self._sandboxes.images.list())
 
+    async def image_remove(self, request: web.Request) -> web.StreamResponse:
+        return _reply(request, await snapshots.remove_image(self._sandboxes, request.match_info["name"]))
+
     # sandboxes
 
     async def create(self, request: web.Request) -> web.StreamResponse:
@@ -159,6 +163,10 @@ class Server:
 
     async def stats(self, request: web.Request) -> web.StreamResponse:
         return _reply(request, self._live(request).handle.stats())
+
+    async def snapshot(self, request: web.Request) -> web.StreamResponse:
+        asked: SnapshotRequest = await self._body(request, "snapshot")
+        return _reply(request, await snapshots.snapshot(self._sandboxes, self._live(request), asked))
 
     # processes
 

@@ -425,6 +425,14 @@ class Sandboxes:
 
     # housekeeping
 
+    async def unmount(self, digests: Iterable[str] | None = None) -> None:
+        """Let go of the layers (None: of all) that the image store has no more."""
+        for backend in list(self._backends.values()):
+            try:
+                await backend.unmount(digests)
+            except TransportError:  # its supervisor has gone, and the mounts with it
+                continue
+
     def touch(self) -> None:
         self.last_used = asyncio.get_running_loop().time()
 
@@ -444,6 +452,7 @@ class Sandboxes:
                     self._expire(live, "idle_timeout")
             turn += 1
             if turn % 60 == 0:
+                await self.unmount()  # of images that other processes have removed
                 self.journal.prune()
                 self._lost = dict(list(self._lost.items())[-1000:])
 

@@ -81,6 +81,14 @@ class Client:
         """The templates that the node can start."""
         return run(self._twin.images())
 
+    def remove_image(self, name: str) -> ImageInfo:
+        """Forget an image, by its name or digest. Sandboxes that run keep their files.
+
+        Raises:
+            NotFound: The node has no such image.
+        """
+        return run(self._twin.remove_image(name))
+
     def list(self, *, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         """The live sandboxes of the node that have all these labels."""
         return run(self._twin.list(labels=labels))

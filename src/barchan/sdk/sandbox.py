@@ -1,12 +1,13 @@
 """The synchronous faces of a sandbox and its processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from barchan.model.node import ImageInfo
 from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
 from barchan.sdk.aio.process import WAIT_TIMEOUT_S, AsyncProcess, Scope, Stream
-from barchan.sdk.aio.sandbox import AsyncSandbox
+from barchan.sdk.aio.sandbox import SNAPSHOT_TIMEOUT_S, AsyncSandbox
 from barchan.sdk.background import iterate, run
 from barchan.sdk.files import Files
 from barchan.sdk.options import Command, ExecOptions, ShellOptions, StartOptions
@@ -48,6 +49,30 @@ class Sandbox:
     def kill(self) -> bool:
         """End it; returns when nothing of it is left on its node. False if it had ended before."""
         return run(self._twin.kill())
+
+    def snapshot(
+        self,
+        name: str | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        timeout_s: float = SNAPSHOT_TIMEOUT_S,
+    ) -> ImageInfo:
+        """Make an image of its files as they are at one moment; the programs in it are stopped for that moment.
+
+        Sandboxes of the image start with these files and none of the processes. /tmp and all else on disk is in it;
+        /dev/shm is not.
+
+        Args:
+            name: Of the image; one of that name gives way. None: a fresh one, `snap-...`.
+            env: Replaces the environment of this sandbox's image in the new one, as do `user` and `workdir`.
+
+        Raises:
+            CapacityError: No room on the node's disk.
+            GuestWrecked: The files can't be an image: directories without end, or sparse files without measure.
+        """
+        return run(self._twin.snapshot(name, env=env, user=user, workdir=workdir, timeout_s=timeout_s))
 
     def exec(self, command: Command, **options: Unpack[ExecOptions]) -> ExecResult:
         """Run a program to its end; a string runs in a shell. What it does is in the result, never an exception.

@@ -20,7 +20,7 @@ from barchan.errors import (
     SandboxExpired,
     from_wire,
 )
-from barchan.model.node import ImageInfo, Killed, LeaseInfo, LeaseRequest, NodeInfo
+from barchan.model.node import ImageInfo, Killed, LeaseInfo, LeaseRequest, NodeInfo, SnapshotRequest
 from barchan.model.sandbox import (
     ExecRequest,
     ExecResult,
@@ -125,6 +125,8 @@ ROUTES: tuple[Route, ...] = (
     Route("lease_list", "GET", "/v1/leases", list[LeaseInfo], summary="The leases: their terms, and what is used of them."),
     Route("lease_end", "DELETE", "/v1/leases/{lease_id}", Killed, summary="End a lease and its sandboxes now."),
     Route("image_list", "GET", "/v1/images", list[ImageInfo], summary="Templates this node can start."),
+    Route("image_remove", "DELETE", "/v1/images/{name}", ImageInfo,
+          summary="Forget an image (a `/` in its name as %2F); sandboxes that run keep their files."),
     Route("create", "POST", "/v1/sandboxes", SandboxInfo, body=SandboxSpec, body_kind="value", summary="Start a sandbox."),
     Route("list", "GET", "/v1/sandboxes", list[SandboxInfo], query={"label": list, "create_id": str},
           summary="Live sandboxes; `label=key=value` repeats and all must match."),
@@ -133,6 +135,8 @@ ROUTES: tuple[Route, ...] = (
     Route("info", "GET", _SB, SandboxInfo, summary="One sandbox, also for a while after its end."),
     Route("kill", "DELETE", _SB, Killed, summary="End a sandbox; returns when nothing of it is left."),
     Route("stats", "GET", _SB + "/stats", SandboxStats, summary="Kernel counters of a sandbox."),
+    Route("snapshot", "POST", _SB + "/snapshot", ImageInfo, body=SnapshotRequest, body_kind="value",
+          summary="Make an image of the sandbox's files as they are; one of that name gives way. Memory and processes are not in it."),
     Route("exec", "POST", _SB + "/exec", ExecResult, body=ExecRequest, body_kind="value", summary="Run a program to its end."),
     Route("start", "POST", _SB + "/processes", ProcessInfo, body=StartRequest, body_kind="value", summary="Start a program in the background."),
     Route("process_list", "GET", _SB + "/processes", list[ProcessInfo], summary="Every process started through the platform."),

@@ -41,6 +41,7 @@ EXPECTED = {
     "cgroup.kill",
     "barchan-init",
     "barchan-supervisor",
+    "barchan-pack",
     "mkfs.btrfs",
     "python",
     "mkfs.erofs",

@@ -1,15 +1,17 @@
 """The container backend: what the node asks, said to the supervisor."""
 
 import asyncio
+import errno
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from barchan.backends.base import Capabilities, Ended
 from barchan.backends.container import probe
-from barchan.backends.container.cgroup import Counters
+from barchan.backends.container.cgroup import Counters, thaw
+from barchan.backends.container.cut import Cutter
 from barchan.backends.container.supervisor import Answer, SupervisorClient
 from barchan.backends.guest import GuestConnection, init_died
 from barchan.errors import (
@@ -32,6 +34,9 @@ POOL_SHARE = 0.5  # of the free disk; the file is sparse
 POOL_MIB_MAX = 256 << 10
 SHM_BYTES = 64 << 20
 CPU_PERIOD_US = 100_000
+LAYER_DISKS_MAX = 2  # a layer of a sandbox, in sizes of its disk: parts of sparse files take more room in it
+LAYER_BYTES_SPARE = 64 << 20
+BINARIES = Path(__file__).parents[2] / "_guest"
 NETWORKS = {"none": "none", "allow": "proxy", "open": "open"}
 
 
@@ -39,7 +44,12 @@ class ContainerHandle:
     """One container; see `backends.base.Handle`."""
 
     def __init__(
-        self, backend: "ContainerBackend", sandbox_id: str, guest: GuestConnection, counters: Counters
+        self,
+        backend: "ContainerBackend",
+        sandbox_id: str,
+        guest: GuestConnection,
+        counters: Counters,
+        layer_bytes_max: int,
     ) -> None:
         self.sandbox_id = sandbox_id
         self.guest = guest
@@ -48,6 +58,8 @@ class ContainerHandle:
         self.netns: int | None = None
         self._backend = backend
         self._counters = counters
+        self._layer_bytes_max = layer_bytes_max
+        self._cutting = asyncio.Lock()
         self._platform = asyncio.Lock()
         self._has_platform = False
         self._recovering: asyncio.Task[None] | None = None
@@ -97,6 +109,10 @@ class ContainerHandle:
                     self.guest.on_lost = self._recover
                 self._has_platform = True
 
+    async def pack(self, target: Path) -> None:
+        cutter = await self._backend.cutter()
+        await cutter.pack(self.sandbox_id, self._counters.guest, self._cutting, target, self._layer_bytes_max)
+
     def oom_kills(self) -> int:
         return self._counters.oom_kills()
 
@@ -117,6 +133,9 @@ class ContainerBackend:
         self._client: SupervisorClient | None = None
         self._handles: dict[str, ContainerHandle] = {}
         self._layers: dict[str, asyncio.Future[None]] = {}
+        self._unwanted: set[str] = set()  # layers without an image, while a sandbox uses them
+        self._cutter: Cutter | None = None
+        self._cutter_lock = asyncio.Lock()
         self._cgroup = "v1"
         self._weaken = weaken
 
@@ -136,6 +155,9 @@ class ContainerBackend:
                 f"speaks {wire.VERSION}: use the release that started it, or end its sandboxes first"
             )
         self._cgroup = hello.get("cgroup")
+        for digest in await self._listed("layers", "layer"):
+            self._layers[digest] = asyncio.get_running_loop().create_future()
+            self._layers[digest].set_result(None)
 
     async def _spawn(self) -> None:
         """Start a supervisor and wait until it listens."""
@@ -145,15 +167,14 @@ class ContainerBackend:
         if missing:
             lines = "; ".join(f"{item.name}: {item.found} ({item.remedy})" for item in missing)
             raise RequirementMissing(f"this host can't run containers yet: {lines}")
-        binaries = Path(__file__).parents[2] / "_guest"
         free_mib = shutil.disk_usage(self._state_dir).free >> 20
         process = await asyncio.create_subprocess_exec(
-            binaries / "barchan-supervisor",
+            BINARIES / "barchan-supervisor",
             *("--socket", self._socket),
             *("--pool", self._state_dir / "pool.img"),
             *("--pool-mib", str(min(POOL_MIB_MAX, max(1024, int(free_mib * POOL_SHARE))))),
             *("--cgroup", self._name),
-            *("--init", binaries / "barchan-init"),
+            *("--init", BINARIES / "barchan-init"),
             *("--orphan-grace-s", str(ORPHAN_GRACE_S)),
             *("--log", self._state_dir / "supervisor.log"),
             *(f"--{name}" for name in self._weaken),
@@ -188,7 +209,7 @@ class ContainerBackend:
             )
         )
         try:
-            handle = await self._take(sandbox_id, await asyncio.shield(request), spec.network)
+            handle = await self._take(sandbox_id, await asyncio.shield(request), spec)
         except BaseException:
             await asyncio.shield(self._abandon(sandbox_id, request))
             raise
@@ -208,9 +229,13 @@ class ContainerBackend:
             pass  # it never was
 
     async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> ContainerHandle:
-        return await self._take(sandbox_id, await self.request("attach", id=sandbox_id), spec.network)
+        thaw(self._counters(sandbox_id).guest)  # the node before may have died in the middle of a cut
+        return await self._take(sandbox_id, await self.request("attach", id=sandbox_id), spec)
 
-    async def _take(self, sandbox_id: str, answer: Answer, network: str) -> ContainerHandle:
+    def _counters(self, sandbox_id: str) -> Counters:
+        return Counters(self._name, sandbox_id, self._cgroup)
+
+    async def _take(self, sandbox_id: str, answer: Answer, spec: SandboxSpec) -> ContainerHandle:
         """Make a handle of the supervisor's answer: connection, pidfd and, for a network, a third descriptor."""
         sock, network_fd = _take_fds(answer)
         try:
@@ -219,8 +244,9 @@ class ContainerBackend:
             if network_fd is not None:
                 os.close(network_fd)
             raise BootFailed(f"the init of {sandbox_id} does not answer: {error}") from error
-        handle = ContainerHandle(self, sandbox_id, guest, Counters(self._name, sandbox_id, self._cgroup))
-        if network_fd is not None and network == "open":
+        layer_bytes_max = LAYER_DISKS_MAX * (spec.disk_mib << 20) + LAYER_BYTES_SPARE
+        handle = ContainerHandle(self, sandbox_id, guest, self._counters(sandbox_id), layer_bytes_max)
+        if network_fd is not None and spec.network == "open":
             handle.netns = network_fd
         elif network_fd is not None:
             handle.listener = socket.socket(fileno=network_fd)
@@ -248,18 +274,50 @@ class ContainerBackend:
             mounted.set_result(None)
         await asyncio.shield(mounted)
 
+    async def unmount(self, digests: Iterable[str] | None = None) -> None:
+        for digest in list(self._layers) if digests is None else digests:
+            if self._images.has_layer(digest):
+                self._unwanted.discard(digest)
+                continue
+            try:
+                (await self.request("unlayer", digest=digest)).close()
+            except BackendError as error:
+                if error.details.get("errno") != errno.EBUSY:
+                    raise
+                self._unwanted.add(digest)
+            else:
+                self._unwanted.discard(digest)
+                self._layers.pop(digest, None)
+
+    async def cutter(self) -> Cutter:
+        """Made on first use."""
+        async with self._cutter_lock:
+            if self._cutter is None:
+                answer = await self.request("pool")
+                if len(answer.fds) != 2:
+                    answer.close()
+                    raise BackendError("the supervisor did not hand its pool over")
+                self._cutter = Cutter(answer.fds[0], answer.fds[1], BINARIES / "barchan-pack")
+            return self._cutter
+
     async def found(self) -> list[str]:
+        return [value.split(":", 1)[0] for value in await self._listed("list", "sandbox")]
+
+    async def _listed(self, op: str, key: str) -> list[str]:
+        """The values of every page of a list."""
         found: list[str] = []
         at = 0
         while True:
-            page = (await self.request("list", **{"from": at})).message
-            found += [value.split(":", 1)[0] for key, value in page.pairs if key == "sandbox"]
+            page = (await self.request(op, **{"from": at})).message
+            found += [value for name, value in page.pairs if name == key]
             at = page.number("next", 0)
             if not at:
                 return found
 
     async def discard(self, sandbox_id: str) -> None:
         (await self.request("destroy", id=sandbox_id)).close()
+        if self._unwanted:
+            await self.unmount(tuple(self._unwanted))
 
     def forget(self, sandbox_id: str) -> None:
         self._handles.pop(sandbox_id, None)
@@ -280,13 +338,20 @@ class ContainerBackend:
             handle.guest.guest_gone(init_died(sandbox_id, wstatus))
 
     async def close(self) -> None:
+        await self._close_cutter()
         for handle in list(self._handles.values()):
             handle.guest.close()
             handle.release()
         if self._client is not None:
             self._client.close()
 
+    async def _close_cutter(self) -> None:
+        cutter, self._cutter = self._cutter, None
+        if cutter is not None:
+            await cutter.close()
+
     async def shutdown(self) -> None:
+        await self._close_cutter()  # or the pool would outlive the supervisor
         (await self.request("shutdown")).close()
         await self.close()
 

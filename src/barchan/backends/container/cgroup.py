@@ -1,8 +1,17 @@
 """Read a sandbox's counters from the kernel's files, on cgroup version 1 and 2."""
 
+import errno
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from barchan.errors import CapacityError
 from barchan.model.sandbox import SandboxStats
 
 ROOT = "/sys/fs/cgroup"
+FREEZE_S = 10.0
+FREEZE_POLL_S = 0.0005
 
 
 class Counters:
@@ -14,6 +23,11 @@ class Counters:
         self._leaf = f"barchan/{node}/{sandbox_id}"
         self._version = version
 
+    @property
+    def guest(self) -> str:
+        """Directory of the group, of the version 2 hierarchy, that holds what the guest runs."""
+        return f"{ROOT}/{'unified/' if self._version == 'v1' else ''}{self._leaf}/guest"
+
     def oom_kills(self) -> int:
         if self._version == "v1":
             return _field(f"{ROOT}/memory/{self._leaf}/memory.oom_control", "oom_kill")
@@ -21,19 +35,55 @@ class Counters:
 
     def stats(self) -> SandboxStats:
         if self._version == "v1":
-            memory, guest = f"{ROOT}/memory/{self._leaf}", f"{ROOT}/unified/{self._leaf}/guest"
+            memory = f"{ROOT}/memory/{self._leaf}"
             usage, peak = f"{memory}/memory.usage_in_bytes", f"{memory}/memory.max_usage_in_bytes"
             pids = f"{ROOT}/pids/{self._leaf}/pids.current"
         else:
-            guest = f"{ROOT}/{self._leaf}/guest"
-            usage, peak, pids = f"{guest}/memory.current", f"{guest}/memory.peak", f"{guest}/pids.current"
+            usage, peak = f"{self.guest}/memory.current", f"{self.guest}/memory.peak"
+            pids = f"{self.guest}/pids.current"
         return SandboxStats(
             memory_bytes=_number(usage),
             memory_peak_bytes=_number(peak),
             oom_kills=self.oom_kills(),
-            cpu_s=_field(f"{guest}/cpu.stat", "usage_usec") / 1e6,
+            cpu_s=_field(f"{self.guest}/cpu.stat", "usage_usec") / 1e6,
             pids=_number(pids),
         )
+
+
+@contextmanager
+def frozen(guest: str) -> Iterator[None]:
+    """Stop every process of a group, and let them go on at the end. Blocks for up to `FREEZE_S`.
+
+    Raises:
+        CapacityError: Some process did not stop in time: it waits for a disk, or the host is that busy.
+    """
+    deadline = time.monotonic() + FREEZE_S
+    try:
+        _write(f"{guest}/cgroup.freeze", b"1")
+        while not _field(f"{guest}/cgroup.events", "frozen"):
+            if time.monotonic() > deadline:
+                raise CapacityError("the sandbox's processes don't stop for a snapshot", retry_after_ms=1000)
+            time.sleep(FREEZE_POLL_S)
+        yield
+    finally:
+        thaw(guest)
+
+
+def thaw(guest: str) -> None:
+    """Let a group's processes go on; one that is gone needs nothing."""
+    try:
+        _write(f"{guest}/cgroup.freeze", b"0")
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENODEV):
+            raise
+
+
+def _write(path: str, text: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text)
+    finally:
+        os.close(fd)
 
 
 def _read(path: str) -> str:

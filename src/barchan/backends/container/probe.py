@@ -21,7 +21,7 @@ PYTHON_MIN = (3, 11)
 ATTEMPTS_S = 60
 TOOL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CONTROLLERS = ("memory", "pids", "cpu")
-GUEST_BINARIES = ("barchan-init", "barchan-supervisor")
+GUEST_BINARIES = ("barchan-init", "barchan-supervisor", "barchan-pack")
 
 AS_ROOT = "run as root"
 USERNS = "sysctl -w user.max_user_namespaces=65536, and where it exists kernel.unprivileged_userns_clone=1"

@@ -22,6 +22,7 @@ from barchan.sdk.transport import Call, Transport, encode
 
 NODE_INFO = Call("node_info", NodeInfo)
 IMAGES = Call("image_list", list[ImageInfo])
+IMAGE_REMOVE = Call("image_remove", ImageInfo)
 CREATE = Call("create", SandboxInfo)
 LIST = Call("list", list[SandboxInfo])
 KILL_MANY = Call("kill_many", Killed)
@@ -155,6 +156,14 @@ class AsyncClient:
     async def images(self) -> list[ImageInfo]:
         """The templates that the node can start."""
         return await self._transport.value(IMAGES, IMAGES.target())
+
+    async def remove_image(self, name: str) -> ImageInfo:
+        """Forget an image, by its name or digest. Sandboxes that run keep their files.
+
+        Raises:
+            NotFound: The node has no such image.
+        """
+        return await self._transport.value(IMAGE_REMOVE, IMAGE_REMOVE.target(name=name), resend=False)
 
     async def list(self, *, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         """The live sandboxes of the node that have all these labels."""

@@ -1,14 +1,16 @@
 """A sandbox by its id: run programs in it, move files, throw it away."""
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from barchan.errors import NotFound, SandboxExpired, SandboxLost
-from barchan.model.node import Killed
+from barchan.model.node import ImageInfo, Killed, SnapshotRequest
 from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
 from barchan.sdk.aio.files import AsyncFiles
 from barchan.sdk.aio.process import AsyncProcess, start_process
 from barchan.sdk.aio.shell import AsyncShell, ShellPoint
+from barchan.sdk.checks import check_seconds, checked_env
 from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.options import Command, ExecOptions, ShellOptions, StartOptions, exec_request, start_request
 from barchan.sdk.transport import CALL_TIMEOUT_S, Call, Transport, encode, shared_transport
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
 INFO = Call("info", SandboxInfo)
 KILL = Call("kill", Killed)
 STATS = Call("stats", SandboxStats)
+SNAPSHOT = Call("snapshot", ImageInfo)
 EXEC = Call("exec", ExecResult)
 PROCESSES = Call("process_list", list[ProcessInfo])
 
+SNAPSHOT_TIMEOUT_S = 660.0  # a little more than the node gives the packing of a layer
 _MARGIN_S = 30.0  # what the node may need beyond the time of the program itself
 _REPLY_BYTES = 1 << 20  # of an exec's reply beside the output
 
@@ -64,6 +68,32 @@ class AsyncSandbox:
             return (await self._transport.value(KILL, self._target(KILL), timeout_s=2 * CALL_TIMEOUT_S)).killed > 0
         except (NotFound, SandboxExpired, SandboxLost):
             return False
+
+    async def snapshot(
+        self,
+        name: str | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        timeout_s: float = SNAPSHOT_TIMEOUT_S,
+    ) -> ImageInfo:
+        """Make an image of its files as they are at one moment; the programs in it are stopped for that moment.
+
+        Sandboxes of the image start with these files and none of the processes. /tmp and all else on disk is in it;
+        /dev/shm is not.
+
+        Args:
+            name: Of the image; one of that name gives way. None: a fresh one, `snap-...`.
+            env: Replaces the environment of this sandbox's image in the new one, as do `user` and `workdir`.
+
+        Raises:
+            CapacityError: No room on the node's disk.
+            GuestWrecked: The files can't be an image: directories without end, or sparse files without measure.
+        """
+        check_seconds(timeout_s=timeout_s)
+        asked = SnapshotRequest(name=name, env=None if env is None else checked_env(env), user=user, workdir=workdir)
+        return await self._transport.value(SNAPSHOT, self._target(SNAPSHOT), encode(asked), timeout_s=timeout_s)
 
     async def exec(self, command: Command, **options: Unpack[ExecOptions]) -> ExecResult:
         """Run a program to its end; a string runs in a shell. What it does is in the result, never an exception.

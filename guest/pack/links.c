@@ -1,0 +1,57 @@
+/* Files that have several names: inode number -> where it was packed, and how many names have come by. */
+#define _GNU_SOURCE
+#include <stdlib.h>
+
+#include "pack.h"
+
+struct entry {
+	uint64_t number, at; /* number 0: free */
+	uint32_t links;
+};
+
+static struct entry *entries;
+static size_t size, count;
+
+static struct entry *place_of(uint64_t number)
+{
+	size_t at = (number * UINT64_C(0x9E3779B97F4A7C15)) >> 20;
+
+	while (entries[at % size].number && entries[at % size].number != number)
+		at++;
+	return &entries[at % size];
+}
+
+static void grow(void)
+{
+	struct entry *before = entries;
+	size_t size_before = size;
+
+	size = size ? 2 * size : 1024;
+	entries = calloc(size, sizeof(*entries));
+	if (!entries)
+		fail_errno("remembering links");
+	for (size_t i = 0; i < size_before; i++)
+		if (before[i].number)
+			*place_of(before[i].number) = before[i];
+	free(before);
+}
+
+/* Where its inode lies, for the caller to fill in when that is 0: then this is its first name. */
+uint64_t *links_find(const struct stat *stat)
+{
+	if (2 * count >= size)
+		grow();
+	struct entry *entry = place_of(stat->st_ino);
+	if (!entry->number) {
+		count++;
+		*entry = (struct entry){.number = stat->st_ino, .links = 1};
+	}
+	return &entry->at;
+}
+
+void links_again(const struct stat *stat)
+{
+	struct entry *entry = place_of(stat->st_ino);
+
+	image_put_links(entry->at, ++entry->links);
+}

@@ -1,0 +1,136 @@
+"""A sandbox's writable layer as it is at one moment, packed into a file.
+
+First a btrfs snapshot while the guest is stopped, then barchan-pack while it goes on.
+
+The node makes and removes the snapshots itself, in threads, with descriptors that the supervisor hands over: making one
+waits for the disk, which the supervisor never may.
+"""
+
+import asyncio
+import ctypes
+import errno
+import os
+import secrets
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+from barchan.backends.container.cgroup import frozen
+from barchan.backends.finished import finished
+from barchan.errors import BackendError, CapacityError, GuestWrecked
+
+PACK_TIMEOUT_S = 600.0
+RETRY_AFTER_MS = 1000
+_SNAP_CREATE_V2 = 0x50009417  # _IOW(0x94, 23, 4096 bytes)
+_SNAP_DESTROY = 0x5000940F  # _IOW(0x94, 15, 4096 bytes)
+_READ_ONLY = 1 << 1
+_ARGUMENT_BYTES = 4096
+_TREE, _ROOM = 3, 4  # exit codes of barchan-pack: the tree can't be packed; the disk is full
+_libc = ctypes.CDLL(None, use_errno=True)  # fcntl.ioctl would hold the interpreter's lock while the disk works
+
+
+class Cutter:
+    """Cuts of one pool. Owns `upper` (a subvolume per sandbox) and `cuts` (where snapshots of them go)."""
+
+    def __init__(self, upper: int, cuts: int, packer: Path) -> None:
+        self._upper = upper
+        self._cuts = cuts
+        self._packer = packer
+        self._packing = asyncio.Semaphore(os.cpu_count() or 1)
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    async def close(self) -> None:
+        """Cancel whoever is packing, and close the descriptors."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        os.close(self._upper)
+        os.close(self._cuts)
+
+    async def pack(self, sandbox_id: str, guest: str, turn: asyncio.Lock, target: Path, bytes_max: int) -> None:
+        """Pack a sandbox's layer into the file `target`.
+
+        Args:
+            guest: The cgroup that is stopped while the snapshot is made.
+            turn: Of this sandbox: the first of two cuts would let the guest go on in the middle of the second.
+            bytes_max: Of the file.
+
+        Raises:
+            CapacityError: The pool or the target's disk is full, or the guest does not stop.
+            GuestWrecked: What the guest made can't be a layer.
+
+        Cancellation: Nothing is left but the target, which may be half written.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            async with self._packing:
+                await self._pack(sandbox_id, guest, turn, target, bytes_max)
+        finally:
+            self._tasks.discard(task)
+
+    async def _pack(self, sandbox_id: str, guest: str, turn: asyncio.Lock, target: Path, bytes_max: int) -> None:
+        name = f"{sandbox_id}-{secrets.token_hex(4)}"
+        try:
+            async with turn:
+                await finished(asyncio.to_thread(self._cut, sandbox_id, name, guest))
+            tree = os.open(f"{name}/u", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._cuts)
+            try:
+                await self._run(tree, target, bytes_max)
+            finally:
+                os.close(tree)
+        finally:
+            await finished(asyncio.to_thread(self._remove, name))
+
+    def _cut(self, sandbox_id: str, name: str, guest: str) -> None:
+        try:
+            source = os.open(sandbox_id, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._upper)
+            try:
+                with frozen(guest):
+                    argument = struct.pack("=qQQ32x", source, 0, _READ_ONLY) + name.encode()
+                    _ioctl(self._cuts, _SNAP_CREATE_V2, argument)
+            finally:
+                os.close(source)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise CapacityError("the pool is full", retry_after_ms=RETRY_AFTER_MS) from error
+            raise BackendError(f"no snapshot of {sandbox_id} could be made: {error}") from error
+
+    def _remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            _ioctl(self._cuts, _SNAP_DESTROY, struct.pack("=q", 0) + name.encode())
+
+    async def _run(self, tree: int, target: Path, bytes_max: int) -> None:
+        process = await asyncio.create_subprocess_exec(
+            self._packer,
+            *(f"/proc/self/fd/{tree}", target, str(bytes_max)),
+            pass_fds=(tree,),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(PACK_TIMEOUT_S):
+                _, said = await process.communicate()
+        except TimeoutError as error:
+            raise BackendError(f"packing the layer took more than {PACK_TIMEOUT_S:g} s") from error
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await finished(process.wait())
+        reason = said.decode("utf-8", "replace").strip()[-300:]
+        if process.returncode == _TREE:
+            raise GuestWrecked(f"the sandbox's files can't be a layer: {reason}")
+        if process.returncode == _ROOM:
+            raise CapacityError(f"no room for the layer: {reason}", retry_after_ms=RETRY_AFTER_MS)
+        if process.returncode != 0:
+            raise BackendError(f"packing the layer failed with exit code {process.returncode}: {reason}")
+
+
+def _ioctl(fd: int, request: int, argument: bytes) -> None:
+    buffer = ctypes.create_string_buffer(argument, _ARGUMENT_BYTES)
+    if _libc.ioctl(fd, ctypes.c_ulong(request), buffer) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,97 @@
+"""Images made of live sandboxes, and their removal."""
+
+import asyncio
+import errno
+import hashlib
+import secrets
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from barchan.backends.finished import finished
+from barchan.errors import BackendError, BarchanError, CapacityError, InvalidSpec, NotFound, RequirementMissing
+from barchan.image.store import ImageStore, NewLayer, image_info
+from barchan.image.template import LAYERS_MAX, Layer, Template, TemplateConfig
+from barchan.model.node import ImageInfo, SnapshotRequest
+from barchan.node.live import Live
+from barchan.node.sandboxes import Sandboxes
+
+RETRY_AFTER_MS = 1000
+
+
+async def snapshot(sandboxes: Sandboxes, live: Live, asked: SnapshotRequest) -> ImageInfo:
+    """Make an image of a sandbox's files: its template's layers below, what it has written above.
+
+    Raises:
+        InvalidSpec: The wish itself, or the sandbox has as many layers as one can have.
+        NotFound: The image that the sandbox was made of was removed, and its layers with it.
+        CapacityError: No room on a disk. GuestWrecked: The guest's files can't be a layer.
+
+    Cancellation: Nothing is left, but an image that was asked for by name may have been made.
+    """
+    config = _config(live, asked)
+    live.requests += 1
+    try:
+        template = await _snapshot(sandboxes.images, live, config, is_named=asked.name is not None)
+    except (BarchanError, OSError) as error:
+        sandboxes.get(live.sandbox_id)  # one that has ended meanwhile says so
+        if isinstance(error, BarchanError):
+            raise
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CapacityError(f"no room for the image: {error}", retry_after_ms=RETRY_AFTER_MS) from error
+        raise BackendError(f"the image can't be stored: {error}") from error
+    finally:
+        live.requests -= 1
+    return image_info(template)
+
+
+async def remove_image(sandboxes: Sandboxes, name: str) -> ImageInfo:
+    """Forget an image, and let go of the layers that no other one has."""
+    template = await finished(asyncio.to_thread(sandboxes.images.remove, name))
+    await sandboxes.unmount([layer.digest for layer in template.layers])
+    return image_info(template)
+
+
+def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
+    below = live.template
+    config = TemplateConfig(
+        name=asked.name or f"snap-{secrets.token_hex(6)}",
+        user=below.user if asked.user is None else asked.user,
+        workdir=below.workdir if asked.workdir is None else asked.workdir,
+        env=below.env if asked.env is None else asked.env,
+        source=f"snapshot of {live.sandbox_id}, from {below.name}",
+    )
+    config.check()
+    if len(below.layers) >= LAYERS_MAX:
+        raise InvalidSpec(
+            f"{live.sandbox_id} has {len(below.layers)} layers, as many as a sandbox can have: "
+            "make an image of its tree instead (files.download, then barchan image import)"
+        )
+    if any(layer.kind == "dir" for layer in below.layers):
+        raise RequirementMissing(
+            "a snapshot needs layers that are EROFS files, and this host can't mount them "
+            "(try: a kernel with CONFIG_EROFS_FS_BACKED_BY_FILE, and the image built again)"
+        )
+    return config
+
+
+async def _snapshot(images: ImageStore, live: Live, config: TemplateConfig, *, is_named: bool) -> Template:
+    with_workspace = ExitStack()
+    try:
+        workspace = await finished(asyncio.to_thread(with_workspace.enter_context, images.workspace()))
+        packed = workspace / "layer.erofs"
+        await live.handle.pack(packed)
+        try:
+            return await finished(asyncio.to_thread(_commit, images, config, packed, live.template.layers))
+        except asyncio.CancelledError:
+            if not is_named:  # nobody would ever ask for it
+                with suppress(NotFound):
+                    await finished(asyncio.to_thread(images.remove, config.name))
+            raise
+    finally:
+        await finished(asyncio.to_thread(with_workspace.close))
+
+
+def _commit(images: ImageStore, config: TemplateConfig, packed: Path, below: tuple[Layer, ...]) -> Template:
+    with packed.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return images.commit(config, (NewLayer(Layer(digest, "erofs"), packed), *below))
