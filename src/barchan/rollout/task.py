@@ -215,6 +215,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         instruction: What a policy with tools is told.
         oracle: A known-good attempt as tool calls, one a turn: what the oracle policy plays, and what makes a
             known-good artifact where the grader's spec has none.
+        oracle_files: What the oracle's calls need, put in place before the first of them: for the oracle policy, and
+            where a known-good artifact is made. No other policy's sandbox ever has them.
         nop: What the nop policy does; nothing at all when empty.
         stub: Whoever has one turn only is asked to complete this, where there is one.
         tools: What the policy may call: names of our own tools, or `module:Class` for one of the task's
@@ -229,6 +231,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     artifact: ArtifactSpec = FileArtifact()
     environment: Environment = Environment()
     oracle: tuple[ToolCall, ...] = ()
+    oracle_files: tuple[Put, ...] = ()
     nop: tuple[ToolCall, ...] = ()
     stub: Stub | None = None
     tools: tuple[str, ...] = TOOLS
