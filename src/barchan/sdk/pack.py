@@ -19,8 +19,8 @@ def pack(source: Path, archive: IO[bytes]) -> None:
     def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
         if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
             raise InvalidSpec(f"{source / member.name} is neither file, directory nor link")
-        if member.issym() and (why := _why_refused(member.name, member.linkname)):
-            raise InvalidSpec(f"{source / member.name} links to {member.linkname!r}, {why}: nothing was sent")
+        if member.issym():
+            check_link(source / member.name, member.name, member.linkname)
         member.uid = member.gid = 0
         member.uname = member.gname = ""
         return member
@@ -31,6 +31,16 @@ def pack(source: Path, archive: IO[bytes]) -> None:
                 tar.add(source / name, arcname=name, filter=plain)
     except OSError as error:
         raise InvalidSpec(f"can't read {error.filename or source}: {error.strerror or error}") from error
+
+
+def check_link(path: Path, name: str, target: str) -> None:
+    """Refuse a symbolic link that a sandbox would refuse; `name` is its path in the directory that is uploaded.
+
+    Raises:
+        InvalidSpec: It leads, or may lead, out of that directory.
+    """
+    if why := _why_refused(name, target):
+        raise InvalidSpec(f"{path} links to {target!r}, {why}: nothing was sent")
 
 
 def _why_refused(name: str, target: str) -> str:

@@ -1,0 +1,191 @@
+"""Files of this machine into a sandbox, with the owner and the modes that were asked for."""
+
+import asyncio
+import hashlib
+import os
+import posixpath
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from barchan.errors import BarchanError, Denied, InvalidSpec, NotFound
+from barchan.sdk.aio.files import AsyncFiles
+from barchan.sdk.aio.sandbox import AsyncSandbox
+from barchan.sdk.pack import check_link
+from barchan.sdk.recipe import Put
+
+_PIECE_BYTES = 1 << 20
+
+
+def put_digest(put: Put) -> str:
+    """sha256 of what would be put: names, kinds, modes, bytes; times and owners on this machine don't count.
+
+    Raises:
+        InvalidSpec: The source is missing, can't be read, or holds what does not travel.
+    """
+    digest = hashlib.sha256()
+    if (put.source is None) == (put.data is None):
+        raise InvalidSpec(f"what goes to {put.path}: give exactly one of source and data")
+    if put.source is None:
+        digest.update(put.data or b"")
+        return digest.hexdigest()
+    try:
+        for line in _described(Path(put.source)):
+            digest.update(line)
+    except OSError as error:
+        raise InvalidSpec(f"can't read {error.filename or put.source}: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+def _described(source: Path) -> Iterator[bytes]:
+    if not source.is_dir():
+        yield _entry(b".", source.stat())
+        yield _content(source)
+        return
+    for top, folders, names in os.walk(source):
+        folders.sort()
+        for name in sorted([*folders, *names]):
+            path = Path(top, name)
+            relative = path.relative_to(source).as_posix()
+            found = path.lstat()
+            yield _entry(os.fsencode(relative), found)
+            if stat.S_ISLNK(found.st_mode):
+                target = os.readlink(path)
+                check_link(path, relative, target)
+                yield os.fsencode(target) + b"\0"
+            elif stat.S_ISREG(found.st_mode):
+                yield _content(path)
+            elif not stat.S_ISDIR(found.st_mode):
+                raise InvalidSpec(f"{path} is neither file, directory nor link")
+
+
+def _entry(name: bytes, found: os.stat_result) -> bytes:
+    return b"%b\0%o\0" % (name, found.st_mode)
+
+
+def _content(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.digest()
+
+
+class _Local(NamedTuple):
+    """What is sent: the bytes of `path`, a file or a folder's content, or without it those given."""
+
+    path: Path | None
+    is_folder: bool
+    mode: int
+    data: bytes = b""
+
+
+async def put_files(sandbox: AsyncSandbox, put: Put) -> None:
+    """Do it. A file that goes to where a folder is goes into that folder.
+
+    In a sandbox nobody can give files away, not even its root. So they are written by the owner, and where the owner
+    may not write, they are written elsewhere and moved there by root.
+
+    Raises:
+        InvalidSpec: The source can't be read, or holds what does not travel.
+        Denied: Neither the owner nor root may write there.
+    """
+    with TemporaryDirectory() as folder:
+        local = await asyncio.to_thread(_local, put, Path(folder, "copy"))
+        path = put.path
+        if local.path is not None and not local.is_folder and await _is_folder(sandbox, path):
+            path = posixpath.join(path, local.path.name)
+        try:
+            await _write(sandbox.files.as_user(put.user), local, path)
+        except Denied:
+            if put.user == "root":
+                raise
+            await _write_elsewhere(sandbox, put.user, local, path)
+
+
+def _local(put: Put, copy: Path) -> _Local:
+    """Where the source is. A folder whose entries get another mode is copied first."""
+    if put.source is None:
+        return _Local(None, False, 0o644 if put.mode is None else put.mode, put.data or b"")
+    source = Path(put.source)
+    try:
+        found = source.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            return _Local(source, False, stat.S_IMODE(found.st_mode) if put.mode is None else put.mode)
+        if put.mode is not None:
+            shutil.copytree(source, copy, symlinks=True)
+            for top, folders, names in os.walk(copy):
+                for name in (*folders, *names):
+                    if not os.path.islink(entry := os.path.join(top, name)):
+                        os.chmod(entry, put.mode)
+            source = copy
+    except (OSError, shutil.Error) as error:
+        raise InvalidSpec(f"can't read {put.source}: {error}") from error
+    return _Local(source, True, 0o755)
+
+
+async def _is_folder(sandbox: AsyncSandbox, path: str) -> bool:
+    if path.endswith("/"):
+        return True
+    try:
+        return (await sandbox.files.as_user("root").stat(path)).kind == "directory"
+    except NotFound:
+        return False
+
+
+async def _write(files: AsyncFiles, local: _Local, path: str) -> None:
+    if local.path is None:
+        await files.write(path, local.data, mode=local.mode)
+    elif local.is_folder:
+        await files.mkdir(path)
+        await files.upload(local.path, path)
+    else:
+        with open(local.path, "rb") as file:  # noqa: ASYNC230 (a local file; its reads are in threads)
+            await files.write(path, file, mode=local.mode)
+
+
+async def _write_elsewhere(sandbox: AsyncSandbox, user: str, local: _Local, path: str) -> None:
+    """Write below a folder that the owner lends to everybody, and let root move it."""
+    root, owner = sandbox.files.as_user("root"), sandbox.files.as_user(user)
+    lent = f"/tmp/put-{secrets.token_hex(6)}"
+    written = f"{lent}/it"
+    await owner.mkdir(lent, mode=0o777)
+    try:
+        await _write(owner, local, written)
+        if not await root.exists(path) or not local.is_folder:
+            await root.mkdir(posixpath.dirname(path))
+            moved = [(written, path, local.mode if local.is_folder else None)]
+        else:
+            await _chmod(sandbox, user, 0o777, written)
+            moved = [
+                (
+                    posixpath.join(written, name),
+                    posixpath.join(path, name),
+                    entry.mode if entry.kind == "directory" else None,
+                )
+                for entry in await owner.list(written)
+                if (name := posixpath.basename(entry.path))
+            ]
+        for source, target, folder_mode in moved:
+            if folder_mode is not None:  # moving a folder writes in it
+                await _chmod(sandbox, user, 0o777, source)
+            await root.move(source, target)
+            if folder_mode is not None:
+                await _chmod(sandbox, user, folder_mode, target)
+    finally:
+        await asyncio.shield(_remove(owner, lent))
+
+
+async def _chmod(sandbox: AsyncSandbox, user: str, mode: int, path: str) -> None:
+    (await sandbox.exec(["chmod", f"{mode:o}", path], user=user)).check()
+
+
+async def _remove(owner: AsyncFiles, path: str) -> None:
+    try:
+        await owner.remove(path, recursive=True)
+    except BarchanError:
+        return  # the sandbox is gone, or what failed before says why
