@@ -189,7 +189,7 @@ class JudgeGrader(Struct, frozen=True, kw_only=True, tag="judge", forbid_unknown
     prompt: str
     base_url: str
     model: str
-    pattern: str = r"(?i)score\W+(-?\d+(?:\.\d+)?)"
+    pattern: str = r"(?i)score\W+?(-?\d*\.?\d+)"
     score_max: float = 10.0
     samples: int = 1
     temperature: float = 0.0
