@@ -15,7 +15,8 @@ from barchan.rollout.calls import Observation
 from barchan.rollout.limits import Left, Limits
 from barchan.rollout.policies import ChatPolicy, ChatSettings, Step
 from barchan.rollout.prompts import opening
-from barchan.rollout.task import Task
+from barchan.rollout.task import PatchArtifact, Task
+from barchan.rollout.tools import Toolbox
 from tests.unit.rollout.fakes import task
 
 pytestmark = pytest.mark.timeout(30)
@@ -61,7 +62,7 @@ async def serving(handler: Handler) -> AsyncIterator[tuple[Server, str]]:
 
 
 ONE_TURN, MANY_TURNS = (task(limits=Limits(turns_max=turns, tokens_max=99)) for turns in (1, 5))
-SCHEMAS = ({"type": "function", "function": {"name": "bash", "parameters": {}}},)
+SCHEMAS = Toolbox(MANY_TURNS).schemas
 
 
 def seen(of: Task, *more: dict[str, Any], turn: int = 0, tokens: int = 99) -> Observation:
@@ -336,3 +337,76 @@ async def test_an_endless_answer_is_garbage(monkeypatch: pytest.MonkeyPatch) -> 
     async with serving(long) as (_, base_url):
         cause, _ = await fault_of(base_url)
     assert cause == "model_garbage"
+
+
+async def test_words_of_a_task_without_an_answer_file_hand_nothing_in() -> None:
+    """Where the work itself is the attempt, a first answer without calls is none: the model is asked to go on."""
+    of = task(limits=Limits(turns_max=5), artifact=PatchArtifact(repo="/repo", base="HEAD"))
+    async with serving(lambda body, before: asyncio.sleep(0, completion())) as (_, base_url):
+        got = await ask(base_url, of)
+    assert (got.tool_calls, got.is_last) == ((), False)
+
+
+async def test_one_answer_can_have_a_bound() -> None:
+    """`turn_tokens_max` bounds what one request asks for, and what the limits leave bounds it, too."""
+    async with serving(lambda body, before: asyncio.sleep(0, completion())) as (server, base_url):
+        await ask(base_url, MANY_TURNS, turn_tokens_max=20)
+        await ask(base_url, MANY_TURNS, seen(MANY_TURNS, tokens=7), turn_tokens_max=20)
+    assert [body["max_tokens"] for body in server.bodies] == [20, 7]
+
+
+async def test_the_wait_for_the_server_is_kept() -> None:
+    """From the first request to the answer, refusals in between included."""
+
+    async def slowly(body: dict[str, Any], before: int) -> web.StreamResponse:
+        await asyncio.sleep(0.05)
+        return web.Response(status=503) if before == 0 else completion()
+
+    async with serving(slowly) as (_, base_url):
+        got = await ask(base_url)
+    assert got.completion is not None
+    assert got.completion.requests == 2
+    assert got.completion.wait_ms is not None
+    assert got.completion.wait_ms >= 100.0
+
+
+async def test_tools_in_text() -> None:
+    """With `text` the request has no tools but their description, and blocks of the answer are ordinary tool calls."""
+    said = {"role": "assistant", "content": "```bash\nls\n```", "tool_calls": [CALL]}
+    told = {"role": "tool", "tool_call_id": "c1", "content": "a.py"}
+    answer = "I see.\n```sh\ncat a.py\n```"
+    async with serving(lambda body, before: asyncio.sleep(0, completion(answer))) as (server, base_url):
+        got = await ask(base_url, MANY_TURNS, seen(MANY_TURNS, said, told, turn=1), tool_format="text")
+    (body,) = server.bodies
+    assert not {"tools", "tool_choice"} & set(body)
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
+    assert "- ```bash: Run a command" in body["messages"][0]["content"]
+    assert body["messages"][0]["content"].endswith(MANY_TURNS.instruction)
+    assert body["messages"][2]["content"] == "Output of bash:\na.py"
+    assert [(call.name, json.loads(call.arguments)) for call in got.tool_calls] == [("bash", {"command": "cat a.py"})]
+    assert got.completion is not None
+    assert (got.completion.text, got.is_last, got.cause) == (answer, False, None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_last", "cause"),
+    [
+        ({"content": "Well."}, False, None),
+        ({"content": "```bash\nrm -r /tmp", "finish_reason": "length"}, False, None),
+        ({"content": None, "message": {"refusal": "I won't."}}, True, "refusal"),
+        ({"content": "```bash\nls\n```", "finish_reason": "content_filter"}, True, "refusal"),
+    ],
+)
+async def test_answers_in_text_that_call_nothing(reply: dict[str, Any], is_last: bool, cause: str | None) -> None:
+    """Talk and a block cut short take a turn without calls; a refusal ends the policy's part."""
+    async with serving(lambda body, before: asyncio.sleep(0, completion(**reply))) as (_, base_url):
+        got = await ask(base_url, MANY_TURNS, tool_format="text")
+    assert (got.tool_calls, got.is_last, got.cause) == ((), is_last, cause)
+
+
+async def test_one_turn_in_text_asks_for_the_answer() -> None:
+    """With one turn there are no tools to describe: the answer itself is asked for, whatever the tools' format."""
+    async with serving(lambda body, before: asyncio.sleep(0, completion())) as (server, base_url):
+        got = await ask(base_url, ONE_TURN, tool_format="text")
+    assert solution(got).endswith("def f():\n    return 0\n")
+    assert server.bodies[0]["messages"] == list(opening(ONE_TURN))

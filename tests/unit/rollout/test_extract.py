@@ -2,7 +2,7 @@
 
 import pytest
 
-from barchan.rollout.policies.extract import code_of, solution_of
+from barchan.rollout.policies.extract import Block, code_of, parts, solution_of
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -53,3 +53,21 @@ def test_answers_without_code_give_a_program_that_cannot_pass(answer: str) -> No
 def test_a_shell_block_is_passed_over() -> None:
     """The first block in Python or in no language counts when none defines the function."""
     assert code_of("```bash\npip install x\n```\n```\n    return 1\n```", "total") == "    return 1"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("a\n```py x.py\n1\n```\nb", ["a", Block("py x.py", "1"), "b"]),
+        ("```\n1\n\n2", [Block("", "1\n\n2", is_closed=False)]),
+        ("````md\n```sh\nls\n```\n````", [Block("md", "```sh\nls\n```")]),
+        ("~~~\n```\n~~~~", [Block("", "```")]),
+        ("```sh\nls\n```py\n1\n```", [Block("sh", "ls\n```py\n1")]),
+        ("```ls``` is inline", ["```ls``` is inline"]),
+        ("\t``` sh \r\nls\x0b\u2028-a\r\n ``` ", [Block("sh", "ls\x0b\u2028-a")]),
+        ("", [""]),
+    ],
+)
+def test_blocks_and_the_lines_between_them(answer: str, expected: list[Block | str]) -> None:
+    """Fences as Markdown has them; one never closed reaches to the end, and lines end at a newline only."""
+    assert list(parts(answer)) == expected

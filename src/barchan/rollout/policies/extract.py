@@ -1,9 +1,48 @@
-"""From a chat answer to a program. Pure text: nothing is parsed or run, whatever a model wrote."""
+"""From a chat answer to its fenced blocks, and to a program. Pure text: nothing is run, whatever a model wrote."""
 
 import re
 import textwrap
+from collections.abc import Iterator
 
-_FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+from msgspec import Struct
+
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(.*?)[ \t]*")
+
+
+class Block(Struct, frozen=True):
+    """A fenced block: what stands behind its opening fence, its lines, and whether there was a closing one."""
+
+    info: str
+    code: str
+    is_closed: bool = True
+
+    @property
+    def language(self) -> str:
+        return self.info.split(maxsplit=1)[0].lower() if self.info else ""
+
+
+def parts(answer: str) -> Iterator[Block | str]:
+    """The blocks of an answer, and the lines that stand between them.
+
+    As in Markdown: a block ends at a line of nothing but as many fence characters as opened it, or more; one that is
+    never closed ends with the text.
+    """
+    fence, info, code = "", "", list[str]()
+    for line in answer.replace("\r\n", "\n").split("\n"):
+        found = _FENCE.fullmatch(line)
+        mark, rest = (found[1], found[2]) if found else ("", "")
+        if fence:
+            if not rest and mark.startswith(fence):
+                yield Block(info, "\n".join(code))
+                fence = ""
+            else:
+                code.append(line)
+        elif mark and "`" not in rest:
+            fence, info, code = mark, rest, []
+        else:
+            yield line
+    if fence:
+        yield Block(info, "\n".join(code), is_closed=False)
 
 
 def solution_of(answer: str, prompt: str, entry_point: str) -> str:
@@ -21,13 +60,13 @@ def solution_of(answer: str, prompt: str, entry_point: str) -> str:
 
 def code_of(answer: str, entry_point: str) -> str:
     """The fenced block that defines the entry point, else the first in Python or in no language, else all."""
-    blocks: list[tuple[str, str]] = [(language.lower(), code) for language, code in _FENCE.findall(answer)]
-    for _, code in blocks:
-        if defines(code, entry_point):
-            return code
-    for language, code in blocks:
-        if language in ("", "python", "py", "python3"):
-            return code
+    blocks = [part for part in parts(answer) if isinstance(part, Block)]
+    for block in blocks:
+        if defines(block.code, entry_point):
+            return block.code
+    for block in blocks:
+        if block.language in ("", "python", "py", "python3"):
+            return block.code
     return answer
 
 
