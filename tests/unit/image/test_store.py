@@ -96,6 +96,67 @@ def test_removing_keeps_the_layers_that_others_need(tmp_path: Path) -> None:
         store.remove("two")
 
 
+def over(store: ImageStore, name: str, content: bytes, below: tuple[Layer, ...]) -> Template:
+    """Store a template with a layer of these bytes over layers that the store has."""
+    with store.workspace() as workspace:
+        path = workspace / "layer"
+        path.write_bytes(content)
+        layer = Layer(hashlib.sha256(content).hexdigest(), "erofs")
+        return store.commit(TemplateConfig(name=name), (NewLayer(layer, path), *below))
+
+
+def test_a_template_can_stand_on_layers_of_others(tmp_path: Path) -> None:
+    """They stay for as long as one template names them, whichever goes first; `has_layer` tells."""
+    store = ImageStore(tmp_path)
+    base = commit(store, "base", b"base")
+    top = over(store, "top", b"top", base.layers)
+    assert [store.layer_path(layer).read_bytes() for layer in top.layers] == [b"top", b"base"]
+    assert top.size_bytes == len(b"topbase")
+    store.remove("base")
+    assert [store.has_layer(layer.digest) for layer in top.layers] == [True, True]
+    over(store, "top", b"other", top.layers[1:])
+    assert [store.has_layer(layer.digest) for layer in top.layers] == [False, True]
+    store.remove("top")
+    assert files(tmp_path) == set()
+
+
+def test_a_layer_that_is_gone_can_not_be_stood_on(tmp_path: Path) -> None:
+    """The image below was removed meanwhile: `NotFound`, and neither name nor layer is stored."""
+    store = ImageStore(tmp_path)
+    base = commit(store, "base", b"base")
+    store.remove("base")
+    with pytest.raises(NotFound, match="image was removed"):
+        over(store, "top", b"top", base.layers)
+    assert files(tmp_path) == set()
+
+
+def test_a_commit_reads_no_other_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it costs does not grow with the store: only when a layer may have lost its last name are all looked at."""
+    store = ImageStore(tmp_path)
+    for number in range(5):
+        commit(store, f"image-{number}", b"%d" % number)
+    read: list[str] = []
+    read_text = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path.name), read_text(path))[1])
+    other = ImageStore(tmp_path)
+    over(other, "new", b"new", ())
+    assert read == []
+    over(other, "new", b"newer", ())
+    assert set(read) == {"new.json", *(f"image-{number}.json" for number in range(5))}
+
+
+def test_a_damaged_template_stops_neither_others_nor_its_own_repair(tmp_path: Path) -> None:
+    """Nobody knows which layers it names, so none is removed until it is built again; then what is unused goes."""
+    store = ImageStore(tmp_path)
+    commit(store, "x", b"first")
+    other = commit(store, "y", b"second")
+    (tmp_path / "templates" / "x.json").write_bytes(b"{")
+    store.remove("y")
+    assert store.layer_path(other.layers[0]).exists()
+    made = commit(store, "x", b"third")
+    assert files(tmp_path) == {"templates/x.json", f"layers/{store.layer_path(made.layers[0]).name}"}
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -89,8 +89,7 @@ class Cutter:
             source = os.open(sandbox_id, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._upper)
             try:
                 with frozen(guest):
-                    argument = struct.pack("=qQQ32x", source, 0, _READ_ONLY) + name.encode()
-                    _ioctl(self._cuts, _SNAP_CREATE_V2, argument)
+                    make_snapshot(source, self._cuts, name)
             finally:
                 os.close(source)
         except OSError as error:
@@ -100,7 +99,7 @@ class Cutter:
 
     def _remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            _ioctl(self._cuts, _SNAP_DESTROY, struct.pack("=q", 0) + name.encode())
+            remove_snapshot(self._cuts, name)
 
     async def _run(self, tree: int, target: Path, bytes_max: int) -> None:
         process = await asyncio.create_subprocess_exec(
@@ -127,6 +126,15 @@ class Cutter:
             raise CapacityError(f"no room for the layer: {reason}", retry_after_ms=RETRY_AFTER_MS)
         if process.returncode != 0:
             raise BackendError(f"packing the layer failed with exit code {process.returncode}: {reason}")
+
+
+def make_snapshot(source: int, directory: int, name: str) -> None:
+    """A read-only snapshot of the subvolume `source` in `directory`; first its unwritten data goes to disk."""
+    _ioctl(directory, _SNAP_CREATE_V2, struct.pack("=qQQ32x", source, 0, _READ_ONLY) + name.encode())
+
+
+def remove_snapshot(directory: int, name: str) -> None:
+    _ioctl(directory, _SNAP_DESTROY, struct.pack("=q", 0) + name.encode())
 
 
 def _ioctl(fd: int, request: int, argument: bytes) -> None:

@@ -1,0 +1,207 @@
+"""The packer: the kernel mounts what it makes, and finds the same tree; what can't be packed is told by exit codes."""
+
+import hashlib
+import os
+import random
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.guest.pack.conftest import Mount, Pack
+
+pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(120)]
+
+TREE, ROOM, USAGE = 3, 4, 2
+BLOCK = 4096
+INODE = 64
+SIZES = (0, 1, BLOCK - INODE, BLOCK - INODE + 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17, 1 << 20)
+
+
+def seen(root: Path) -> dict[bytes, object]:
+    """Everything that a program could see of each entry. Sizes of directories are the file system's own affair."""
+    found: dict[bytes, object] = {}
+    links: dict[int, list[bytes]] = {}
+    for top, dirs, files in os.walk(os.fsencode(root)):
+        for path in (top, *(os.path.join(top, name) for name in dirs + files)):
+            status = os.lstat(path)
+            is_file, is_dir = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
+            name = os.path.relpath(path, os.fsencode(root))
+            if not is_dir and status.st_nlink > 1:
+                links.setdefault(status.st_ino, []).append(name)
+            found[name] = (
+                *(status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, status.st_rdev),
+                None if is_dir else (status.st_size, status.st_nlink),
+                {key: os.getxattr(path, key) for key in sorted(os.listxattr(path))} if is_file or is_dir else {},
+                hashlib.sha256(Path(os.fsdecode(path)).read_bytes()).hexdigest() if is_file else None,
+                os.readlink(path) if stat.S_ISLNK(status.st_mode) else None,
+            )
+    found[b"*links"] = sorted(sorted(set(group)) for group in links.values())
+    return found
+
+
+def fill(root: Path) -> None:
+    """A tree with one of everything that a guest can make, with sizes and names at the edges of blocks."""
+    source = random.Random(7)
+    for size in SIZES:
+        (root / f"file-{size}").write_bytes(source.randbytes(size))
+        os.setxattr(root / f"file-{size}", "user.size", str(size).encode() * 40)
+    for length in (1, BLOCK - INODE - 1, BLOCK - INODE, BLOCK - INODE + 1, BLOCK - 1):
+        os.symlink("t" * length, root / f"link-{length}")
+    wide = root / "wide"
+    wide.mkdir(mode=0o1777)
+    for number in range(700):
+        (wide / f"{number:x}-{'n' * (number % 240)}").touch()
+    os.mkfifo(root / "pipe", 0o620)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(root / "socket"))
+    for name in (b"\xff\xfe not text", b"n" * 255, b" ", b"\n"):
+        Path(os.fsdecode(os.path.join(os.fsencode(root), name))).write_bytes(name)
+    (root / "set-id").touch()
+    os.chown(root / "set-id", 1000, 65_535)
+    os.chmod(root / "set-id", 0o6711)
+    (root / "many").write_text("names")
+    for number in range(3):
+        os.link(root / "many", wide / f"hard-{number}")
+    os.link(root / "link-1", root / "link-again", follow_symlinks=False)
+    (root / "empty").mkdir(mode=0o700)
+    os.utime(root / "empty", ns=(0, -1_234_567_890_123_456_789))
+    os.utime(root / "link-1", ns=(0, 4_000_000_000_987_654_321), follow_symlinks=False)
+
+
+def test_the_mounted_image_shows_the_same_tree(tmp_path: Path, pack: Pack, mount: Mount) -> None:
+    """Content, kinds, owners, modes, times with nanoseconds, attributes, links and names, whatever they are."""
+    tree = tmp_path / "tree"
+    tree.mkdir(mode=0o751)
+    fill(tree)
+    done = pack(tree, tmp_path / "image")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    expected, found = seen(tree), seen(mount(tmp_path / "image"))
+    assert found == expected
+    assert len(found) > 700
+
+
+def test_an_empty_tree_is_an_image(tmp_path: Path, pack: Pack, mount: Mount) -> None:
+    """Of one block."""
+    (tmp_path / "tree").mkdir()
+    assert pack(tmp_path / "tree", tmp_path / "image").returncode == 0
+    assert (tmp_path / "image").stat().st_size == BLOCK
+    assert seen(mount(tmp_path / "image")) == seen(tmp_path / "tree")
+
+
+def test_equal_trees_give_images_of_their_own(tmp_path: Path, pack: Pack) -> None:
+    """An overlay refuses the same layer twice, so no two may be equal byte for byte."""
+    (tmp_path / "tree").mkdir()
+    for name in ("one", "two"):
+        assert pack(tmp_path / "tree", tmp_path / name).returncode == 0
+    assert (tmp_path / "one").read_bytes() != (tmp_path / "two").read_bytes()
+
+
+def test_what_an_overlay_says_to_the_layers_below_is_kept_and_nothing_else(
+    tmp_path: Path, pack: Pack, mount: Mount
+) -> None:
+    """Whiteouts, `opaque` and `redirect` travel; other notes of the overlay and capabilities of files do not."""
+    tree = tmp_path / "tree"
+    (tree / "dir").mkdir(parents=True)
+    (tree / "file").touch()
+    os.mknod(tree / "gone", stat.S_IFCHR, 0)
+    os.link(tree / "gone", tree / "gone-too")
+    for name in ("opaque", "redirect", "origin", "impure", "metacopy"):
+        os.setxattr(tree / "dir", f"trusted.overlay.{name}", name.encode())
+    os.setxattr(tree / "dir", "user.overlay.opaque", b"y")
+    os.setxattr(tree / "file", "security.capability", bytes.fromhex("0100000200200000000000000000000000000000"))
+    assert pack(tree, tmp_path / "image").returncode == 0
+    root = mount(tmp_path / "image")
+    assert {key: os.getxattr(root / "dir", key) for key in os.listxattr(root / "dir")} == {
+        "trusted.overlay.opaque": b"opaque",
+        "trusted.overlay.redirect": b"redirect",
+        "user.overlay.opaque": b"y",
+    }
+    assert os.listxattr(root / "file") == []
+    for name in ("gone", "gone-too"):
+        status = os.lstat(root / name)
+        assert (stat.S_ISCHR(status.st_mode), status.st_rdev, status.st_nlink) == (True, 0, 1)
+
+
+def test_a_sparse_file_takes_the_room_of_its_data(tmp_path: Path, pack: Pack, mount: Mount) -> None:
+    """A file of 1 TiB with three islands is packed in the room of its pieces, and reads the same there and between."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    islands = {0: b"first", (1 << 40) // 3: b"middle" * 3000, (1 << 40) - 4: b"last"}
+    with open(tree / "sparse", "wb") as file:
+        for offset, data in islands.items():
+            file.seek(offset)
+            file.write(data)
+    (tree / "hole").touch()
+    os.truncate(tree / "hole", 5 << 30)
+    done = pack(tree, tmp_path / "image")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "image").stat().st_blocks * 512 < 1 << 20
+    root = mount(tmp_path / "image")
+    assert {entry.name: entry.stat().st_size for entry in root.iterdir()} == {"sparse": 1 << 40, "hole": 5 << 30}
+    with open(root / "sparse", "rb") as file:
+        for offset, data in islands.items():
+            file.seek(offset)
+            assert file.read(len(data)) == data
+            file.seek(offset + (1 << 30))
+            assert file.read(4) in (b"", bytes(4))
+    with open(root / "hole", "rb") as file:
+        file.seek((5 << 30) - 3)
+        assert file.read() == bytes(3)
+
+
+def test_a_file_without_measure_is_the_trees_fault(tmp_path: Path, pack: Pack) -> None:
+    """Data all over a huge file would fill any disk: it is refused, with the bound."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    with open(tree / "sparse", "wb") as file:
+        for piece in range(64):
+            file.seek(piece << 37)
+            file.write(b"x")
+    done = pack(tree, tmp_path / "image", 1 << 30)
+    assert done.returncode == TREE
+    assert f"more than {1 << 30} bytes" in done.stderr
+
+
+def test_depth_is_bounded(tmp_path: Path, pack: Pack) -> None:
+    """As deep as a path can name is fine; deeper is the tree's fault. The way there is longer than any path."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    here = os.open(tree, os.O_RDONLY)
+    for depth in range(2, 2050):
+        if depth == 2049:
+            assert pack(tree, tmp_path / "deepest").returncode == 0
+        os.mkdir("deep", dir_fd=here)
+        below = os.open("deep", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    done = pack(tree, tmp_path / "image")
+    assert (done.returncode, done.stderr) == (TREE, "directories more than 2048 deep\n")
+
+
+def test_a_device_is_the_trees_fault(tmp_path: Path, pack: Pack) -> None:
+    """No guest can make one; if one is there, no layer brings it anywhere."""
+    (tmp_path / "tree").mkdir()
+    os.mknod(tmp_path / "tree" / "zero", stat.S_IFCHR | 0o666, os.makedev(1, 5))
+    done = pack(tmp_path / "tree", tmp_path / "image")
+    assert (done.returncode, done.stderr) == (TREE, "a device 1:5\n")
+
+
+def test_a_full_disk_is_told_from_other_failures(tmp_path: Path, pack: Pack, small_disk: Path) -> None:
+    """By an exit code of its own."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "big").write_bytes(bytes(range(256)) * 4096)
+    done = pack(tmp_path / "tree", small_disk / "image")
+    assert (done.returncode, done.stderr) == (ROOM, "writing the image: No space left on device\n")
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path, pack: Pack) -> None:
+    """An image gets a name of its own; and a bound that is none is a mistake of the caller."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "image").write_text("mine")
+    assert pack(tmp_path / "tree", tmp_path / "image").returncode == 1
+    assert (tmp_path / "image").read_text() == "mine"
+    assert pack(tmp_path / "tree", tmp_path / "other", 0).returncode == USAGE
+    assert pack(tmp_path / "missing", tmp_path / "other").returncode == 1

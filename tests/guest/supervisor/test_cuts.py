@@ -1,0 +1,140 @@
+"""What the node needs to make images of sandboxes: the pool's directories, the list of layers, their unmounting."""
+
+import asyncio
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from barchan.backends.container.cut import Cutter, make_snapshot
+from tests.guest.supervisor.driver import BUILD, CGROUPS, Client, RefusedError, Sandbox, Supervisor
+
+pytestmark = [pytest.mark.requires("root", "static-libc", "mkfs.btrfs", "cgroup"), pytest.mark.timeout(120)]
+
+PACK = BUILD / "barchan-pack"
+BYTES_MAX = 1 << 30
+
+
+@contextmanager
+def pool_of(client: Client) -> Iterator[list[int]]:
+    reply = client.request("pool")
+    try:
+        yield reply.fds
+    finally:
+        reply.close()
+
+
+def cuts_in(directory: int) -> list[str]:
+    """Opened anew: btrfs lists to a descriptor what was there when it was opened."""
+    return os.listdir(f"/proc/self/fd/{directory}")
+
+
+def guest_group(supervisor: Supervisor, sandbox: Sandbox) -> Path:
+    (group,) = (
+        path
+        for root in (CGROUPS, CGROUPS / "unified")
+        if (path := root / "barchan" / supervisor.name / sandbox.id / "guest").exists()
+    )
+    return group
+
+
+def pack(supervisor: Supervisor, client: Client, sandbox: Sandbox, target: Path) -> None:
+    """As the node does it."""
+
+    async def run() -> None:
+        with pool_of(client) as fds:
+            cutter = Cutter(os.dup(fds[0]), os.dup(fds[1]), PACK)
+            try:
+                group = str(guest_group(supervisor, sandbox))
+                await cutter.pack(sandbox.id, group, asyncio.Lock(), target, BYTES_MAX)
+            finally:
+                await cutter.close()
+            assert cuts_in(fds[1]) == []
+
+    asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def _packer(layer: Path) -> None:
+    subprocess.run(["make", "-s", "-C", BUILD.parent, "build/barchan-pack"], check=True)
+
+
+def test_a_layer_of_a_sandbox_starts_another(supervisor: Supervisor, client: Client, tmp_path: Path) -> None:
+    """What one wrote and removed is what the next one finds; the first goes on, and its later writes are its own."""
+    one = client.create("one")
+    one.text("echo kept > /etc/kept; rm /bin/hostname; while :; do echo; sleep 0.01; done > /dev/null &")
+    pack(supervisor, client, one, tmp_path / "cut")
+    assert (guest_group(supervisor, one) / "cgroup.freeze").read_text() == "0\n"
+    one.text("echo later > /etc/kept")
+    client.request("layer", digest="cut", type="erofs", path=str(tmp_path / "cut"))
+    two = client.create("two", layers="cut:base")
+    assert two.text("cat /etc/kept; ls /bin/hostname 2>/dev/null || echo none") == "kept\nnone"
+
+
+def test_the_root_directory_is_as_in_the_topmost_layer(client: Client, tmp_path: Path) -> None:
+    """Its mode and time; but everybody may enter it, whatever the directory that an image was made of allowed."""
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top").chmod(0o1720)
+    os.utime(tmp_path / "top", (0, 981_173_106))
+    client.request("layer", digest="top", type="dir", path=str(tmp_path / "top"))
+    assert client.create("one", layers="top:base").text("stat -c '%a %Y' /") == "1775 981173106"
+
+
+def test_cuts_of_a_dead_node_are_removed_when_the_next_one_says_hello(supervisor: Supervisor, client: Client) -> None:
+    """Whatever lies there then belongs to nobody."""
+    client.create("one")
+    with pool_of(client) as fds:
+        source = os.open("one", os.O_RDONLY, dir_fd=fds[0])
+        for name in ("one-left", "gone-left"):
+            make_snapshot(source, fds[1], name)
+        os.close(source)
+        assert sorted(cuts_in(fds[1])) == ["gone-left", "one-left"]
+        supervisor.connect()
+        assert cuts_in(fds[1]) == []
+
+
+def test_layers_are_listed_in_pages_and_unmounted_when_unused(client: Client, supervisor: Supervisor) -> None:
+    """Every mounted layer is told once; one that a sandbox uses is EBUSY until its end."""
+    names = {f"{number:0128x}" for number in range(700)}
+    for name in names:
+        client.request("layer", digest=name, type="dir", path=str(supervisor.layer)).close()
+    found: list[str] = []
+    page = client.request("layers")
+    while page.all("next"):
+        found += page.all("layer")
+        page = client.request("layers", **{"from": page["next"]})
+    found += page.all("layer")
+    assert (len(found), set(found)) == (701, {*names, "base"})
+    client.create("one")
+    with pytest.raises(RefusedError) as caught:
+        client.request("unlayer", digest="base")
+    assert (caught.value.stage, caught.value.errno) == ("unlayer", errno.EBUSY)
+    client.destroy("one")
+    for name in (*names, "base"):
+        client.request("unlayer", digest=name)
+    assert client.request("layers").all("layer") == []
+    client.request("unlayer", digest="base")
+
+
+@pytest.mark.parametrize("keys", [{"from": "x"}, {"to": "1"}])
+def test_a_wrong_list_of_layers_is_refused(client: Client, keys: dict[str, str]) -> None:
+    """Like every other request."""
+    with pytest.raises(RefusedError) as caught:
+        client.request("layers", **keys)
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_a_held_pool_does_not_keep_the_supervisor(make_supervisor: Callable[[], Supervisor]) -> None:
+    """It ends while a node still holds the directories; the loop device goes with the last of them."""
+    supervisor = make_supervisor()
+    supervisor.start()
+    client = supervisor.connect()
+    with pool_of(client):
+        client.request("shutdown")
+        supervisor.wait_gone()
+        assert supervisor.loop_devices() != []
+    assert supervisor.settle() == []
