@@ -1,8 +1,10 @@
 """How far an attempt may go, and how far it has come. Pure: whoever meters passes what was used."""
 
+from dataclasses import dataclass
+
 from msgspec import Struct
 
-from barchan.model.verdict import Cause
+from barchan.model.verdict import Cause, Evidence
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -24,6 +26,15 @@ class Limits(Struct, frozen=True, kw_only=True):
     output_chars_max: int = 16384
 
 
+class GradingLimits(Struct, frozen=True, kw_only=True):
+    """What one candidate of a `FunctionGrader` may use, over all its calls."""
+
+    cpu_s: int = 5
+    wall_s: float = 30.0
+    processes: int = 32
+    file_bytes: int = 16 << 20
+
+
 class Left(Struct, frozen=True, kw_only=True):
     """What the limits still allow."""
 
@@ -32,14 +43,14 @@ class Left(Struct, frozen=True, kw_only=True):
     agent_s: float
 
 
+@dataclass
 class Meter:
     """Counts what an attempt uses."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.turns = 0
-        self.tokens = 0
-        self.agent_s = 0.0
+    limits: Limits
+    turns: int = 0
+    tokens: int = 0
+    agent_s: float = 0.0
 
     @property
     def left(self) -> Left:
@@ -59,3 +70,15 @@ class Meter:
         if left.tokens == 0:
             return "context_limit"
         return "turn_limit" if left.turns == 0 else None
+
+    def facts(self, ended: Cause) -> tuple[Evidence, ...]:
+        """How far the attempt came, where a limit ended it."""
+        used: dict[Cause, tuple[str, float]] = {
+            "turn_limit": ("turns", self.turns),
+            "context_limit": ("completion tokens", self.tokens),
+            "agent_timeout": ("seconds of the agent's programs", round(self.agent_s, 3)),
+        }
+        if ended not in used:
+            return ()
+        fact, value = used[ended]
+        return (Evidence(source="limits", fact=fact, value=value),)

@@ -1,16 +1,21 @@
 """What rollouts need of a sandbox client: the part of `barchan.sdk`'s async client that they use, and nothing else."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self, Unpack
 
-from barchan.model.sandbox import ExecResult, FileInfo, SandboxStats
-from barchan.sdk.aio.shell import ShellResult
+from barchan.model.node import ImageInfo
+from barchan.model.sandbox import ExecResult, FileInfo, ProcessInfo, SandboxStats
+from barchan.sdk.aio.shell import ShellPoint, ShellResult
+from barchan.sdk.options import CreateOptions
 from barchan.trajectory.format import Kind
 
 RLimits = dict[str, tuple[int, int]]
 
 
 class Files(Protocol):
+    def as_user(self, user: str | None) -> Self: ...
+
     async def read(self, path: str, /, *, length: int | None = None) -> bytes: ...
 
     async def write(self, path: str, data: bytes, /, *, mode: int = ...) -> None: ...
@@ -19,11 +24,30 @@ class Files(Protocol):
 
     async def list(self, path: str = ..., /) -> list[FileInfo]: ...
 
+    async def mkdir(self, path: str, /, *, mode: int = ...) -> None: ...
+
+    async def remove(self, path: str, /, *, recursive: bool = ...) -> None: ...
+
+    async def upload(self, local: Path, remote: str, /) -> None: ...
+
+    async def read_tar(self, path: str, /, *, max_bytes: int) -> bytes: ...
+
+    async def write_tar(self, path: str, data: bytes, /) -> None: ...
+
 
 class Shell(Protocol):
+    @property
+    def point(self) -> ShellPoint | None: ...
+
     async def run(self, command: str, /, *, timeout_s: float = ...) -> ShellResult: ...
 
     async def close(self) -> None: ...
+
+
+class Process(Protocol):
+    async def info(self) -> ProcessInfo: ...
+
+    def output(self, offset: int = ..., *, follow: bool = ...) -> AsyncIterator[tuple[Any, int, bytes]]: ...
 
 
 class Sandbox(Protocol):
@@ -41,35 +65,48 @@ class Sandbox(Protocol):
         stdin: bytes = ...,
         user: str | None = ...,
         cwd: str | None = ...,
+        env: Mapping[str, str] = ...,
         rlimits: RLimits = ...,
         merge_stderr: bool = ...,
         timeout_s: float = ...,
         max_output_bytes: int = ...,
     ) -> ExecResult: ...
 
-    async def shell(self, *, max_output_bytes: int = ...) -> Shell: ...
+    async def start(
+        self,
+        command: str,
+        /,
+        *,
+        process_id: str,
+        user: str | None = ...,
+        cwd: str | None = ...,
+        env: Mapping[str, str] = ...,
+        stdin_open: bool = ...,
+        merge_stderr: bool = ...,
+    ) -> Process: ...
+
+    async def shell(self, *, max_output_bytes: int = ..., point: ShellPoint | None = ...) -> Shell: ...
 
     async def stats(self) -> SandboxStats: ...
+
+    async def snapshot(self, name: str, /) -> ImageInfo: ...
 
     async def kill(self) -> object: ...
 
 
 class Client(Protocol):
-    async def create(
-        self,
-        template: str,
-        /,
-        *,
-        memory_mib: int,
-        pids_max: int,
-        ttl_s: float,
-        labels: dict[str, str],
-        create_id: str,
-    ) -> Sandbox: ...
+    async def create(self, template: str, /, **options: Unpack[CreateOptions]) -> Sandbox: ...
+
+    async def attach(self, sandbox_id: str, /) -> Sandbox: ...
+
+    async def remove_image(self, name: str, /) -> object: ...
 
 
 class Log(Protocol):
     """A rollout's trajectory log; `barchan.trajectory.writer.TrajectoryWriter` is one."""
+
+    @property
+    def head_hash(self) -> str: ...
 
     def intent(self, kind: Kind, args: Mapping[str, Any], /) -> int: ...
 
@@ -82,6 +119,8 @@ class Log(Protocol):
 
 class NoLog:
     """For a rollout that keeps no trajectory."""
+
+    head_hash = ""
 
     def intent(self, kind: Kind, args: Mapping[str, Any], /) -> int:
         return 0

@@ -5,58 +5,116 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, cast
 
-from barchan.errors import BarchanError, CapacityError
+from barchan.errors import BarchanError, CapacityError, NotFound
 from barchan.model.verdict import Evidence
 from barchan.rollout.ports import Client, Sandbox
 from barchan.rollout.settings import RunSettings
+from barchan.rollout.task import Environment
+from barchan.sdk.aio.client import AsyncClient
+from barchan.sdk.options import CreateOptions
 
 # Only against leaks: far beyond what a task's limits and a slow model can add up to. The client's lease ends a sandbox
 # sooner.
 SANDBOX_TTL_S = 24 * 3600.0
 RETRY_MS_DEFAULT = 100
-Role = Literal["agent", "grader"]
+Role = Literal["agent", "grader", "control"]
+
+
+@dataclass(kw_only=True)
+class SandboxesState:
+    """What is known of a rollout's sandboxes: values only.
+
+    Attributes:
+        create_s: The last successful create of each role.
+        queue_s: All waiting for room.
+        ids: All that were made, by role, in their order.
+        notes: What went wrong in tidying up.
+    """
+
+    create_s: dict[Role, float] = field(default_factory=dict)
+    queue_s: float = 0.0
+    ids: dict[Role, list[str]] = field(default_factory=lambda: {"agent": [], "grader": [], "control": []})
+    notes: tuple[Evidence, ...] = ()
 
 
 class Sandboxes:
-    """Makes and ends them. `create_s` is the last successful create of each role, `queue_s` all waiting for room."""
+    """Makes and ends them.
 
-    def __init__(self, client: Client, settings: RunSettings, rollout_id: str) -> None:
+    Args:
+        create_prefix: Repeating a create with the same prefix, in the same order, finds the same sandboxes.
+    """
+
+    def __init__(
+        self, client: Client, settings: RunSettings, rollout_id: str, *, create_prefix: str = "", state: SandboxesState
+    ) -> None:
+        self.state = state
         self._client = client
         self._settings = settings
         self._rollout_id = rollout_id
-        self.create_s: dict[Role, float] = {}
-        self.queue_s = 0.0
-        self.ids: dict[Role, list[str]] = {"agent": [], "grader": []}
-        self.notes: tuple[Evidence, ...] = ()
+        self._create_prefix = create_prefix or rollout_id
 
-    async def create(self, role: Role) -> Sandbox:
-        """A new sandbox; while the node has no room, ask again when it says, up to the bound."""
-        settings = self._settings
-        create_id = f"{self._rollout_id}-{role}-{len(self.ids[role])}"
+    async def template(self, environment: Environment) -> str:
+        """The image that an environment's sandboxes start from; made first, where a recipe's is not there yet."""
+        if environment.recipe is None:
+            return self._settings.template
+        from barchan.sdk.build import build  # with its packing, which runs without recipes don't need
+
+        return await build(cast(AsyncClient, self._client), environment.recipe)
+
+    async def create(self, role: Role, environment: Environment, *, template: str | None = None) -> Sandbox:
+        """A new sandbox; while the node has no room, ask again when it says, up to the bound.
+
+        Args:
+            template: In place of the environment's own image.
+        """
+        state = self.state
+        create_id = f"{self._create_prefix}-{role}-{len(state.ids[role])}"
+        options = self._options(role, environment, create_id)
+        template = template or await self.template(environment)
         while True:
             started = time.monotonic()
             try:
-                sandbox = await self._client.create(
-                    settings.template,
-                    memory_mib=settings.memory_mib,
-                    pids_max=settings.pids_max,
-                    ttl_s=SANDBOX_TTL_S,
-                    labels={"run": settings.run_id, "rollout": self._rollout_id, "role": role},
-                    create_id=create_id,
-                )
+                sandbox = await self._client.create(template, **options)
             except CapacityError as refusal:
                 retry_s = int(refusal.details.get("retry_after_ms", RETRY_MS_DEFAULT)) / 1e3
                 pause_s = retry_s * random.uniform(1.0, 1.5)  # so that the refused do not all come back at once
-                self.queue_s += time.monotonic() - started + pause_s
-                if self.queue_s > settings.capacity_wait_s:
+                state.queue_s += time.monotonic() - started + pause_s
+                if state.queue_s > self._settings.capacity_wait_s:
                     raise
                 await asyncio.sleep(pause_s)
             else:
-                self.create_s[role] = time.monotonic() - started
-                self.ids[role].append(sandbox.id)
+                state.create_s[role] = time.monotonic() - started
+                state.ids[role].append(sandbox.id)
                 return sandbox
+
+    def _options(self, role: Role, environment: Environment, create_id: str) -> CreateOptions:
+        settings = self._settings
+        options: CreateOptions = {
+            "memory_mib": environment.memory_mib or settings.memory_mib,
+            "pids_max": environment.pids_max or settings.pids_max,
+            "ttl_s": SANDBOX_TTL_S,
+            "labels": {"run": settings.run_id, "rollout": self._rollout_id, "role": role},
+            "create_id": create_id,
+            "network": environment.network,
+        }
+        if environment.network == "allow":
+            options["allow"] = environment.allow_hosts
+        if environment.env:
+            options["env"] = environment.env
+        if environment.cpus is not None:
+            options["cpus"] = environment.cpus
+        if environment.disk_mib is not None:
+            options["disk_mib"] = environment.disk_mib
+        if environment.user is not None:
+            options["user"] = environment.user
+        if environment.workdir is not None:
+            options["workdir"] = environment.workdir
+        if settings.lease_id is not None:
+            options["lease_id"] = settings.lease_id
+        return options
 
     async def end(self, sandbox: Sandbox, role: Role) -> None:
         """End a sandbox, whether or not this is cancelled. A failure is noted, and changes no verdict: the lease and
@@ -70,14 +128,26 @@ class Sandboxes:
         except BarchanError as error:
             self.note(f"kill of the {role}'s sandbox failed", error)
 
+    async def remove_image(self, name: str) -> None:
+        """Remove an image that held an artifact. As with `end`, a failure is noted."""
+        try:
+            await asyncio.shield(asyncio.ensure_future(self._client.remove_image(name)))
+        except NotFound:
+            return  # it was never finished
+        except BarchanError as error:
+            self.note(f"removing the image {name} failed", error)
+
     def note(self, fact: str, error: BarchanError) -> None:
         """Keep a failure of tidying up for the verdict's evidence."""
         message = f"{type(error).__name__}: {error}"[:400]
-        self.notes += (Evidence(source="cleanup", fact=fact, value=message),)
+        self.state.notes += (Evidence(source="cleanup", fact=fact, value=message),)
 
     @asynccontextmanager
-    async def opened(self, role: Role) -> AsyncIterator[Sandbox]:
-        sandbox = await self.create(role)
+    async def opened(
+        self, role: Role, environment: Environment, *, template: str | None = None
+    ) -> AsyncIterator[Sandbox]:
+        """A sandbox, ended on leaving."""
+        sandbox = await self.create(role, environment, template=template)
         try:
             yield sandbox
         finally:

@@ -2,24 +2,34 @@
 
 from msgspec import Struct
 
-from barchan.rollout.graders.functions import GradingLimits
+from barchan.rollout.limits import GradingLimits
 
 
 class RunSettings(Struct, frozen=True, kw_only=True):
     """The same for every rollout of a run.
 
     Attributes:
-        group: Attempts at each task.
-        concurrency: Rollouts at once. Each holds one sandbox at a time: the agent's ends before the grader's begins.
+        group: Scored attempts that are wanted at each task.
+        over_sample: Attempts more than that are started; what is not among the first `group` scored is cancelled.
+        refill: Times that a void attempt is tried again, in each group together, where it would else fall short.
+        concurrency: Agents at once; a place is free again when the artifact has left the agent's sandbox.
+        graders: Gradings at once.
         capacity_wait_s: How long a rollout waits, in total, for a node that has no room; then it is void.
+        lease_id: That of every sandbox; None: the client's own.
+        keep_images: Images that hold a `diff` artifact stay on the node after the grading, so that it can be repeated.
         grading: What a candidate may use while it is graded.
     """
 
     run_id: str
     template: str
     group: int = 1
+    over_sample: int = 0
+    refill: int = 0
     concurrency: int = 16
+    graders: int = 8
     memory_mib: int = 512
     pids_max: int = 128
     capacity_wait_s: float = 300.0
+    lease_id: str | None = None
+    keep_images: bool = False
     grading: GradingLimits = GradingLimits()

@@ -10,6 +10,7 @@ import signal
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from barchan.errors import (
     BarchanError,
@@ -35,11 +36,14 @@ from barchan.model.sandbox import ExecResult
 from barchan.model.verdict import Cause, Evidence, Verdict
 
 Outcome = Literal["passed", "failed", "raised", "garbled", "gone", "slow", "absent"]
-Control = Literal["not_run", "passed", "failed"]
+Stage = Literal["setup", "create", "policy", "exec", "cleanup", "grade"]
 
+# A grading ended without an answer, be it by the artifact's doing or not: a control decides.
+UNDECIDED: frozenset[Cause] = frozenset({"grader_timeout", "grader_crash", "reward_missing", "reward_malformed"})
 # A limit of the task's cut the attempt short; it is graded as far as it came.
 TRUNCATING: frozenset[Cause] = frozenset({"turn_limit", "context_limit", "output_limit", "agent_timeout"})
 MODEL_CAUSES: tuple[Cause, ...] = ("model_unreachable", "model_refused", "model_timeout", "model_garbage")
+TASK_CAUSES: tuple[Cause, ...] = ("service_not_ready", "task_invalid")
 
 # The first class that matches gives the cause. A guest's own doing, raised by `ExecResult.check()`, is the policy's:
 # scored 0.
@@ -70,8 +74,8 @@ class CheckReport(Struct, frozen=True):
     detail: str
 
 
-class Grading(Struct, frozen=True, kw_only=True):
-    """All that is known of one grading.
+class Checked(Struct, frozen=True, kw_only=True):
+    """All that is known of one run of a function's checks.
 
     Attributes:
         report: None when the checker gave none.
@@ -79,7 +83,6 @@ class Grading(Struct, frozen=True, kw_only=True):
         checker: How the checker ended; None when it was not waited for.
         candidate: How the candidate's process ended; None when it had not, soon after the checker.
         cpu_s_max: The candidate's CPU limit, held by the kernel.
-        control: The known-good solution graded after this one.
     """
 
     report: CheckReport | None
@@ -88,52 +91,35 @@ class Grading(Struct, frozen=True, kw_only=True):
     candidate: ExecResult | None
     checks_total: int
     cpu_s_max: int
-    control: Control = "not_run"
 
 
-def needs_control(grading: Grading) -> bool:
-    """Whether only a control can tell the candidate's doing from the platform's."""
-    if grading.report is None:
-        return not grading.report_malformed
-    if grading.report.outcome == "gone":
-        return _end_of_candidate(grading) is None
-    return grading.report.outcome == "slow"
-
-
-def judge(grading: Grading, *, cause: Cause = "completed", truncated: bool = False) -> Verdict:
-    """The verdict of a grading. `cause` and `truncated` say how the policy's own part ended."""
-    evidence = _evidence(grading)
-    report = grading.report
-    if report is None or needs_control(grading):
-        return _judge_by_control(grading, evidence, truncated)
+def judge(checked: Checked) -> Verdict:
+    """The verdict of a function's checks, as if the attempt had been completed; undecided where only a control can
+    tell the candidate's doing from the platform's.
+    """
+    evidence = _evidence(checked)
+    report = checked.report
+    if report is None and checked.report_malformed:
+        return void("platform", "reward_malformed", evidence)
+    if checked.checker.timed_out or (report is not None and report.outcome == "slow"):
+        return void("platform", "grader_timeout", evidence)
+    if report is None:
+        return void("platform", "reward_missing", evidence)
     if report.outcome == "absent":
         return void("platform", "grader_start", evidence)
     if report.outcome == "passed":
-        if report.passed != grading.checks_total or report.calls == 0:
+        if report.passed != checked.checks_total or report.calls == 0:
             return void("task", "task_invalid", evidence)
-        return scored(1.0, cause, truncated, evidence)
+        return scored(1.0, "completed", False, evidence)
     if report.outcome == "gone":
-        return scored(0.0, _end_of_candidate(grading) or "guest_wrecked", truncated, evidence)
-    return scored(0.0, cause, truncated, evidence)
+        cause = _end_of_candidate(checked)
+        return void("platform", "grader_crash", evidence) if cause is None else scored(0.0, cause, False, evidence)
+    return scored(0.0, "completed", False, evidence)
 
 
-def _judge_by_control(grading: Grading, evidence: tuple[Evidence, ...], truncated: bool) -> Verdict:
-    report, ends = grading.report, [end for end in (grading.checker, grading.candidate) if end is not None]
-    if grading.report_malformed:
-        return void("platform", "reward_malformed", evidence)
-    slow = grading.checker.timed_out or (report is not None and report.outcome == "slow")
-    if grading.control == "failed":
-        return void("platform", "grader_timeout" if slow else "grader_crash", evidence)
-    if grading.control == "not_run":
-        return void("platform", "grader_timeout" if slow else "reward_missing", evidence)
-    if any(end.oom_killed for end in ends):
-        return scored(0.0, "oom_within_limit", truncated, evidence)
-    return scored(0.0, "exec_timeout" if slow else "guest_wrecked", truncated, evidence)
-
-
-def _end_of_candidate(grading: Grading) -> Cause | None:
+def _end_of_candidate(checked: Checked) -> Cause | None:
     """Why the candidate's process ended in the middle of its checks; None when it may not have been its own doing."""
-    end = grading.candidate
+    end = checked.candidate
     if end is None:
         return None
     if end.oom_killed:
@@ -142,19 +128,19 @@ def _end_of_candidate(grading: Grading) -> Cause | None:
         return "exec_timeout"
     if end.signal == signal.SIGKILL:
         used_s = end.usage.user_s + end.usage.system_s
-        return "exec_timeout" if used_s >= grading.cpu_s_max else None
+        return "exec_timeout" if used_s >= checked.cpu_s_max else None
     return "guest_wrecked"
 
 
-def _evidence(grading: Grading) -> tuple[Evidence, ...]:
+def _evidence(checked: Checked) -> tuple[Evidence, ...]:
     facts: list[Evidence] = []
-    report = grading.report
+    report = checked.report
     if report is not None:
         facts.append(Evidence(source="checker", fact="outcome", value=report.outcome))
         facts.append(Evidence(source="checker", fact="checks_passed", value=report.passed))
         if report.detail:
             facts.append(Evidence(source="checker", fact="detail", value=report.detail))
-    for source, end in (("checker process", grading.checker), ("candidate process", grading.candidate)):
+    for source, end in (("checker process", checked.checker), ("candidate process", checked.candidate)):
         if end is None:
             facts.append(Evidence(source=source, fact="still running", value=True))
             continue
@@ -164,14 +150,60 @@ def _evidence(grading: Grading) -> tuple[Evidence, ...]:
             facts.append(Evidence(source=f"{source}, kernel's memory counter", fact="oom_killed", value=True))
         if end.timed_out:
             facts.append(Evidence(source=source, fact="timed_out", value=True))
-    if report is None and grading.checker.stderr:
-        facts.append(Evidence(source="checker process", fact="stderr", value=grading.checker.error_text[-400:]))
-    if grading.candidate is not None:
-        used_s = grading.candidate.usage.user_s + grading.candidate.usage.system_s
+    if report is None and checked.checker.stderr:
+        facts.append(Evidence(source="checker process", fact="stderr", value=checked.checker.error_text[-400:]))
+    if checked.candidate is not None:
+        used_s = checked.candidate.usage.user_s + checked.candidate.usage.system_s
         facts.append(Evidence(source="candidate process, wait status", fact="cpu_s", value=round(used_s, 4)))
-    if grading.control != "not_run":
-        facts.append(Evidence(source="control", fact="known-good solution", value=grading.control))
     return tuple(facts)
+
+
+class Control(Struct, frozen=True, kw_only=True):
+    """A known-good artifact of a task, graded as submissions are. `none`: the task has nothing to make one from."""
+
+    outcome: Literal["good", "wrong", "undecided", "none"]
+    verdict: Verdict | None = None
+
+
+def control_of(verdict: Verdict) -> Control:
+    """What a known-good artifact's verdict shows. Rewards above 1 are a task's own scale."""
+    if verdict.reward is None:
+        return Control(outcome="undecided", verdict=verdict)
+    return Control(outcome="good" if verdict.reward >= 1.0 else "wrong", verdict=verdict)
+
+
+def decided(first: Verdict, control: Control, second: Verdict | None = None) -> Verdict:
+    """The verdict on a submission whose grading was undecided.
+
+    Where the known-good artifact is graded as good, the submission is the cause: it is looked at once more, so that a
+    moment's stall of the host becomes no zero, and without an answer again it scores 0. Where it is not, nobody knows.
+
+    Args:
+        second: The submission's second grading, after a good control.
+    """
+    told = control.verdict.evidence if control.outcome in ("wrong", "undecided") and control.verdict else ()
+    facts = (Evidence(source="control", fact="known-good artifact", value=control.outcome), *told)
+    if control.outcome == "none" or second is None:
+        fault: Fault = {"wrong": "task", "undecided": "platform"}.get(control.outcome, first.fault)  # type: ignore[assignment]
+        return replace(first, fault=fault, evidence=first.evidence + facts)
+    if not is_undecided(second):
+        return replace(second, evidence=second.evidence + facts)
+    is_oom = any(item.fact == "oom_killed" and item.value is True for item in first.evidence + second.evidence)
+    cause: Cause = "exec_timeout" if second.cause == "grader_timeout" else "guest_wrecked"
+    zero = scored(0.0, "oom_within_limit" if is_oom else cause, False, second.evidence + facts)
+    return replace(zero, exposed=second.exposed)
+
+
+def is_undecided(verdict: Verdict) -> bool:
+    return verdict.status == "void" and verdict.cause in UNDECIDED
+
+
+def ended_as(verdict: Verdict, ended: Cause) -> Verdict:
+    """The verdict on an attempt whose own part ended so. A grading that found a cause of its own keeps it."""
+    if verdict.status != "scored":
+        return verdict
+    cause = ended if verdict.cause == "completed" else verdict.cause
+    return replace(verdict, cause=cause, fault=_fault_of(cause), truncated=verdict.truncated or ended in TRUNCATING)
 
 
 def verdict_of_error(error: BaseException, stage: str) -> Verdict:
@@ -179,15 +211,22 @@ def verdict_of_error(error: BaseException, stage: str) -> Verdict:
 
     While the policy is asked, whatever is raised is the doing of the model or of who wrote the policy, and no zero.
     """
-    evidence = (Evidence(source=f"{stage}: {type(error).__name__}", fact="message", value=str(error)[:400]),)
+    evidence: tuple[Evidence, ...] = (
+        Evidence(source=f"{stage}: {type(error).__name__}", fact="message", value=str(error)[:400]),
+    )
     if isinstance(error, ModelError):
         told = error.details.get("cause")
         return void("model", next((cause for cause in MODEL_CAUSES if cause == told), "model_garbage"), evidence)
     if isinstance(error, TaskError):
-        return void("task", "task_invalid", evidence)
+        told = error.details.get("cause")
+        if "output" in error.details:
+            evidence += (Evidence(source="task", fact="output", value=error.details["output"]),)
+        return void("task", next((cause for cause in TASK_CAUSES if cause == told), "task_invalid"), evidence)
     if stage == "policy":
-        return void("caller", "unknown", evidence)
+        return void("caller", "policy_error", evidence)
     if isinstance(error, GuestError):
+        if stage in ("setup", "create", "grade"):  # nothing of the policy's was running
+            return void("task", "grader_crash" if stage == "grade" else "task_invalid", evidence)
         return scored(0.0, next(cause for cls, cause in _GUEST_CAUSES if isinstance(error, cls)), False, evidence)
     if isinstance(error, SandboxExpired):
         return void("platform", "sandbox_expired", evidence)  # no rollout ends its sandbox before it is over
@@ -195,17 +234,19 @@ def verdict_of_error(error: BaseException, stage: str) -> Verdict:
         return void("platform", "sandbox_lost", evidence)
     if isinstance(error, BarchanError):
         found = next((cause for cls, cause in _VOID_CAUSES if isinstance(error, cls)), None)
-        if isinstance(error, NotFound) and stage == "create":
+        if isinstance(error, NotFound) and stage in ("setup", "create"):
             found = "image"
         return void(error.fault, found or "unknown", evidence)
     return void("platform", "unknown", evidence)
 
 
-def cancelled(stage: str, reason: Literal["user", "stale"] = "user") -> Verdict:
+def cancelled(stage: str, reason: Literal["user", "stale", "surplus"] = "user") -> Verdict:
     """The rollout was given up by whoever ran it."""
-    cause: Cause = "cancelled_stale" if reason == "stale" else "cancelled_user"
+    causes: dict[str, Cause] = {"stale": "cancelled_stale", "surplus": "cancelled_surplus"}
     evidence = (Evidence(source="runner", fact="stage", value=stage),)
-    return Verdict(status="cancelled", reward=None, fault="none", cause=cause, evidence=evidence)
+    return Verdict(
+        status="cancelled", reward=None, fault="none", cause=causes.get(reason, "cancelled_user"), evidence=evidence
+    )
 
 
 def void(fault: Fault, cause: Cause, evidence: tuple[Evidence, ...]) -> Verdict:
@@ -213,5 +254,9 @@ def void(fault: Fault, cause: Cause, evidence: tuple[Evidence, ...]) -> Verdict:
 
 
 def scored(reward: float, cause: Cause, truncated: bool, evidence: tuple[Evidence, ...]) -> Verdict:
-    fault: Fault = "none" if cause == "completed" else "policy"
+    fault = _fault_of(cause)
     return Verdict(status="scored", reward=reward, fault=fault, cause=cause, truncated=truncated, evidence=evidence)
+
+
+def _fault_of(cause: Cause) -> Fault:
+    return "none" if cause == "completed" else "policy"

@@ -69,6 +69,18 @@ class Files:
     def remove(self, path: str, *, recursive: bool = False) -> None:
         run(self._twin.remove(path, recursive=recursive))
 
+    def read_tar(self, path: str, *, max_bytes: int, timeout_s: float = TRANSFER_TIMEOUT_S) -> bytes:
+        """What a directory holds, as one tar as the sandbox sends it: not to be trusted.
+
+        Raises:
+            QuotaExceeded: It is more than `max_bytes`.
+        """
+        return run(self._twin.read_tar(path, max_bytes=max_bytes, timeout_s=timeout_s))
+
+    def write_tar(self, path: str, data: bytes, *, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
+        """Unpack a tar below a directory; the sandbox refuses entries that would not stay there, and special files."""
+        run(self._twin.write_tar(path, data, timeout_s=timeout_s))
+
     def upload(self, local: str | os.PathLike[str], remote: str, *, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
         """Copy a local file to `remote`, or the content of a local directory below `remote`."""
         run(self._twin.upload(local, remote, timeout_s=timeout_s))

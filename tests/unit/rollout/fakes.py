@@ -2,8 +2,8 @@
 
 import asyncio
 import errno
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 from barchan.errors import InvalidSpec, NotFound
 from barchan.model.sandbox import ExecResult, FileInfo, SandboxStats, Usage
@@ -14,7 +14,7 @@ from barchan.rollout.limits import Limits
 from barchan.rollout.policies import Step
 from barchan.rollout.ports import RLimits
 from barchan.rollout.task import FunctionGrader, Stub, Task
-from barchan.sdk.aio.shell import ShellResult
+from barchan.sdk.aio.shell import ShellPoint, ShellResult
 
 # From the candidate's source to what the checker says of it: outcome, checks that held, calls made, detail.
 Checking = Callable[[str], tuple[str, int, int, str]]
@@ -76,6 +76,9 @@ class FakeFiles:
         self.links: dict[str, str] = {}
         self.error: Exception | None = None
 
+    def as_user(self, user: str | None) -> Self:
+        return self
+
     def _check(self, path: str) -> None:
         if self.error is not None:
             raise self.error
@@ -116,6 +119,7 @@ class FakeShell:
     def __init__(self, client: "FakeClient") -> None:
         self._client = client
         self.commands: list[str] = []
+        self.point: ShellPoint | None = None
         self.closed = False
 
     async def run(self, command: str, /, *, timeout_s: float = 0) -> ShellResult:
@@ -144,6 +148,7 @@ class FakeSandbox:
         stdin: bytes = b"",
         user: str | None = None,
         cwd: str | None = None,
+        env: Mapping[str, str] = {},
         rlimits: RLimits = {},  # noqa: B006 (never changed)
         merge_stderr: bool = False,
         timeout_s: float = 0,
@@ -161,7 +166,7 @@ class FakeSandbox:
             return self._client.checked(codec.decode(stdin))
         return self._client.candidate_end
 
-    async def shell(self, *, max_output_bytes: int = 0) -> FakeShell:
+    async def shell(self, *, max_output_bytes: int = 0, point: ShellPoint | None = None) -> FakeShell:
         self.shells.append(FakeShell(self._client))
         return self.shells[-1]
 
@@ -190,7 +195,10 @@ class FakeClient:
         self.shell_result = ShellResult(exit_code=0, stdout=b"", stderr=b"")
         self.oom_kills = 0
         self.sandboxes: list[FakeSandbox] = []
+        self.templates: list[str] = []
+        self.options: list[dict[str, Any]] = []
         self.labels: list[dict[str, str]] = []
+        self.removed_images: list[str] = []
         self.create_ids: list[str] = []
         self.live: set[str] = set()
         self.live_max = 0
@@ -201,24 +209,24 @@ class FakeClient:
             return self.checker_end
         return result(stdout=f"{job['nonce']} {outcome} {passed} {calls} {detail!a}\n".encode())
 
-    async def create(
-        self,
-        template: str,
-        /,
-        *,
-        memory_mib: int,
-        pids_max: int,
-        ttl_s: float,
-        labels: dict[str, str],
-        create_id: str,
-    ) -> FakeSandbox:
+    async def create(self, template: str, /, **options: Any) -> FakeSandbox:
         await asyncio.sleep(0)
         if self.create_errors:
             raise self.create_errors.pop(0)
-        self.labels.append(labels)
-        self.create_ids.append(create_id)
+        self.templates.append(template)
+        self.options.append(options)
+        self.labels.append(options["labels"])
+        self.create_ids.append(options["create_id"])
         sandbox = FakeSandbox(self, len(self.create_ids))
         self.sandboxes.append(sandbox)
         self.live.add(sandbox.id)
         self.live_max = max(self.live_max, len(self.live))
         return sandbox
+
+    async def attach(self, sandbox_id: str, /) -> FakeSandbox:
+        if sandbox_id not in self.live:
+            raise NotFound(f"no sandbox {sandbox_id}", sandbox_id=sandbox_id)
+        return next(sandbox for sandbox in self.sandboxes if sandbox.id == sandbox_id)
+
+    async def remove_image(self, name: str, /) -> None:
+        self.removed_images.append(name)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from barchan.rollout.graders.functions import GradingLimits, grade, parse_report
+from barchan.rollout.graders.functions import check, parse_report
+from barchan.rollout.limits import GradingLimits
 from barchan.rollout.verdict import CheckReport
 from tests.unit.rollout.fakes import FakeClient, FakeSandbox, result, task
 
@@ -39,10 +40,10 @@ async def test_output_without_the_nonce_is_malformed() -> None:
     client = FakeClient()
     client.check = lambda source: ("", 0, 0, "")
     sandbox = FakeSandbox(client, 1)
-    silent = await grade(sandbox, task().grader, "x", GradingLimits())
+    silent = await check(sandbox, task().grader, "x", GradingLimits())
     assert (silent.report, silent.report_malformed) == (None, False)
     client.checker_end = result(stdout=b"PASSED\n")
-    forged = await grade(sandbox, task().grader, "x", GradingLimits())
+    forged = await check(sandbox, task().grader, "x", GradingLimits())
     assert (forged.report, forged.report_malformed) == (None, True)
 
 
@@ -56,6 +57,6 @@ async def test_each_grading_has_its_own_nonce() -> None:
             return super().checked(job)
 
     for _ in range(2):
-        await grade(FakeSandbox(Listening(), 1), task().grader, "x", GradingLimits())
+        await check(FakeSandbox(Listening(), 1), task().grader, "x", GradingLimits())
     assert len(set(nonces)) == 2
     assert min(len(nonce) for nonce in nonces) >= 32

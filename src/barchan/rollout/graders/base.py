@@ -4,7 +4,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from barchan.model.verdict import Verdict
+from barchan.model.verdict import Evidence, Verdict
 from barchan.rollout.ports import Log, Sandbox
 from barchan.rollout.sandboxes import Sandboxes
 from barchan.rollout.settings import RunSettings
@@ -18,12 +18,14 @@ class Artifact(Struct, frozen=True, kw_only=True):
         data: A file's bytes, a patch, or a tar.
         image: `diff`: name of the node's image that holds the agent's layer over its base.
         sandbox: `shared`: the agent's own sandbox, still running; never written to a file.
+        notes: What was left out of it, and the like: evidence for the verdict.
     """
 
     kind: Literal["file", "patch", "files", "diff", "shared"]
     data: bytes = b""
     image: str = ""
     sandbox: Sandbox | None = None
+    notes: tuple[Evidence, ...] = ()
 
 
 class Grading(Struct, frozen=True, kw_only=True):

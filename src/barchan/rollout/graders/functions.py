@@ -15,14 +15,16 @@ import secrets
 from importlib import resources
 from typing import cast, get_args
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from barchan.model.sandbox import ExecResult
+from barchan.model.verdict import Verdict
+from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.graders.guest import codec
+from barchan.rollout.limits import GradingLimits
 from barchan.rollout.ports import Sandbox
 from barchan.rollout.task import FunctionGrader
-from barchan.rollout.verdict import CheckReport, Control, Grading, Outcome
+from barchan.rollout.verdict import Checked, CheckReport, Outcome, judge
 
 CANDIDATE_USER = "65534:65534"  # nobody, by number: also where the template has no such name
 CHECKER_USER = "root"
@@ -30,15 +32,6 @@ INTERPRETER = ("python3", "-I", "-S", "-c")  # half the start-up time of a bare 
 REPORT_BYTES_MAX = 64 << 10
 PLATFORM_SLACK_S = 10.0  # beyond the checker's own deadline, the platform ends it
 END_WAIT_S = 2.0  # for the candidate's wait status, once its pipe is closed
-
-
-class GradingLimits(Struct, frozen=True, kw_only=True):
-    """What one candidate may use, over all its calls."""
-
-    cpu_s: int = 5
-    wall_s: float = 30.0
-    processes: int = 32
-    file_bytes: int = 16 << 20
 
 
 @functools.cache
@@ -49,7 +42,20 @@ def program(name: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("from barchan."))
 
 
-async def grade(sandbox: Sandbox, checks: FunctionGrader, source: str, limits: GradingLimits) -> Grading:
+class FunctionGrading:
+    """Runs the checks of a `FunctionGrader`."""
+
+    def __init__(self, spec: FunctionGrader) -> None:
+        self._spec = spec
+
+    async def grade(self, grading: Grading, artifact: Artifact) -> Verdict:
+        environment = replace(grading.task.environment, network="none", allow_hosts=(), services=())
+        async with grading.sandboxes.opened("grader", environment) as sandbox:
+            source = artifact.data.decode("utf-8", "replace")
+            return judge(await check(sandbox, self._spec, source, grading.settings.grading))
+
+
+async def check(sandbox: Sandbox, checks: FunctionGrader, source: str, limits: GradingLimits) -> Checked:
     """Run the checks against `source` in a fresh sandbox; what the platform fails to do is raised."""
     nonce = secrets.token_hex(16)
     job = {
@@ -76,7 +82,7 @@ async def grade(sandbox: Sandbox, checks: FunctionGrader, source: str, limits: G
     finally:
         candidate.cancel()
         await asyncio.gather(candidate, return_exceptions=True)
-    return Grading(
+    return Checked(
         report=report,
         report_malformed=report is None and bool(checker.stdout),
         checker=checker,
@@ -114,9 +120,3 @@ def parse_report(checker: ExecResult, nonce: str) -> CheckReport | None:
     if words[1] not in get_args(Outcome) or passed < 0 or calls < 0:
         return None
     return CheckReport(outcome=cast(Outcome, words[1]), passed=passed, calls=calls, detail=words[4].strip("'\"")[:400])
-
-
-def with_control(grading: Grading, *, passed: bool) -> Grading:
-    """The same grading, decided by a control."""
-    control: Control = "passed" if passed else "failed"
-    return replace(grading, control=control)

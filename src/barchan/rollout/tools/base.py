@@ -14,6 +14,7 @@ from msgspec import Struct
 from barchan.errors import BackendError, BarchanError, CallerError, Denied, SandboxExpired
 from barchan.model.sandbox import ExecResult
 from barchan.rollout.ports import Sandbox, Shell
+from barchan.sdk.aio.shell import ShellPoint
 
 CAPTURE_BYTES_MAX = 256 << 10  # per stream; what a policy is shown is far less
 
@@ -37,17 +38,21 @@ class ToolOutput(Struct, frozen=True, kw_only=True):
 class Workspace:
     """The agent's sandbox as tools see it, with one shell that stays.
 
+    Args:
+        point: That of a shell which was begun elsewhere, and goes on here.
+
     Attributes:
         calls: Calls that tools were given, the one in progress included.
         first_s: From asking for the first program to its start, an upper bound; None while there was none.
     """
 
-    def __init__(self, sandbox: Sandbox, output_chars_max: int) -> None:
+    def __init__(self, sandbox: Sandbox, output_chars_max: int, point: ShellPoint | None = None) -> None:
         self.sandbox = sandbox
         self.output_chars_max = output_chars_max
         self.calls = 0
         self.first_s: float | None = None
         self._shell: Shell | None = None
+        self._point = point
 
     async def exec(self, argv: tuple[str, ...], *, stdin: bytes, timeout_s: float) -> ExecResult:
         """Run a program as the agent, both its outputs in one."""
@@ -62,10 +67,15 @@ class Workspace:
     async def shell(self) -> Shell:
         if self._shell is None:
             started = time.monotonic()
-            self._shell = await self.sandbox.shell(max_output_bytes=CAPTURE_BYTES_MAX)
+            self._shell = await self.sandbox.shell(max_output_bytes=CAPTURE_BYTES_MAX, point=self._point)
             if self.first_s is None:
                 self.first_s = time.monotonic() - started
         return self._shell
+
+    @property
+    def point(self) -> ShellPoint | None:
+        """Where the shell stands, for whoever goes on with it."""
+        return self._shell.point if self._shell is not None else self._point
 
     async def close(self) -> None:
         """End the shell, so that nothing waits for its output any more."""
@@ -73,15 +83,19 @@ class Workspace:
             await self._shell.close()
 
     async def is_guests_doing(self, error: BarchanError) -> bool:
-        """Whether the guest itself can have caused a failure of an operation in it: its files, its limits.
+        return await is_guests_doing(self.sandbox, error)
 
-        Errors about the sandbox as a whole are not among them.
-        """
-        if isinstance(error, BackendError) and "wstatus" in error.details:
-            return (await self.sandbox.stats()).oom_kills > 0
-        if not isinstance(error, CallerError) or isinstance(error, SandboxExpired) or "sandbox_id" in error.details:
-            return False
-        return not isinstance(error, Denied) or "errno" in error.details
+
+async def is_guests_doing(sandbox: Sandbox, error: BarchanError) -> bool:
+    """Whether the guest itself can have caused a failure of an operation in it: its files, its limits.
+
+    Errors about the sandbox as a whole are not among them.
+    """
+    if isinstance(error, BackendError) and "wstatus" in error.details:
+        return (await sandbox.stats()).oom_kills > 0
+    if not isinstance(error, CallerError) or isinstance(error, SandboxExpired) or "sandbox_id" in error.details:
+        return False
+    return not isinstance(error, Denied) or "errno" in error.details
 
 
 class Tool(Protocol):

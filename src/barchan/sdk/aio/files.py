@@ -6,6 +6,7 @@ import posixpath
 import stat
 import time
 from collections.abc import AsyncGenerator
+from io import BytesIO
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
 from types import TracebackType
@@ -176,6 +177,22 @@ class AsyncFiles:
                 await self._download_tree(source, target, max_bytes, timeout_s)
         except OSError as error:
             raise InvalidSpec(f"can't write {error.filename or target} here: {error.strerror or error}") from error
+
+    async def read_tar(self, path: str, *, max_bytes: int, timeout_s: float = TRANSFER_TIMEOUT_S) -> bytes:
+        """What a directory holds, as one tar as the sandbox sends it: not to be trusted.
+
+        Raises:
+            QuotaExceeded: It is more than `max_bytes`.
+        """
+        check_seconds(timeout_s=timeout_s)
+        archive = BytesIO()
+        await self._fetch(TAR_READ, self._target(TAR_READ, path=path), archive, max_bytes, timeout_s)
+        return archive.getvalue()
+
+    async def write_tar(self, path: str, data: bytes, *, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
+        """Unpack a tar below a directory; the sandbox refuses entries that would not stay there, and special files."""
+        check_seconds(timeout_s=timeout_s)
+        await self._transport.value(TAR_WRITE, self._target(TAR_WRITE, path=path), data, timeout_s=timeout_s)
 
     async def _followed(self, path: str) -> tuple[FileInfo, str]:
         """What a path leads to: if it is a symbolic link, the entry at its end, and the path of that."""

@@ -1,0 +1,148 @@
+"""Grades by a command that writes the reward into a file.
+
+Its exit code scores nothing. The reward is read when the command has ended, and only if it has: one that hangs, for
+whatever reason, has given none. Where the artifact's code can keep the command from giving a reward, it could buy
+itself a void; so all of that is undecided, and a control decides.
+
+The command runs what the agent has made, as a user who may write the reward, and nobody but the task's author knows
+what keeps one from the other: every verdict is `exposed`.
+"""
+
+import posixpath
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from barchan.errors import BarchanError, GuestError, NotFound, TaskError
+from barchan.model.sandbox import ExecResult
+from barchan.model.verdict import Cause, Evidence, Verdict
+from barchan.rollout.graders.base import Artifact, Grading
+from barchan.rollout.graders.placing import clear, placed, put
+from barchan.rollout.graders.reward import reward_of
+from barchan.rollout.ports import Sandbox
+from barchan.rollout.task import ScriptGrader
+from barchan.rollout.tools.base import is_guests_doing
+from barchan.rollout.verdict import scored, void
+
+REWARD_BYTES_MAX = 64 << 10
+OUTPUT_BYTES_MAX = 64 << 10
+TAIL_CHARS = 800
+
+
+class NoReward(Struct, frozen=True):
+    """Why a command that ended gave no reward."""
+
+    cause: Cause
+    why: str
+
+
+class ScriptGrading:
+    """Runs the command of a `ScriptGrader`."""
+
+    def __init__(self, spec: ScriptGrader) -> None:
+        self._spec = spec
+
+    async def grade(self, grading: Grading, artifact: Artifact) -> Verdict:
+        spec = self._spec
+        try:
+            async with placed(
+                grading,
+                artifact,
+                recipe=spec.recipe,
+                network=spec.network,
+                allow_hosts=spec.allow_hosts,
+                services=spec.services,
+            ) as sandbox:
+                verdict = await self._in(sandbox, grading)
+        except TaskError as error:
+            if error.details.get("cause") != "service_not_ready":
+                raise
+            # A diff can hold what keeps a service from starting.
+            told = Evidence(source="service", fact=str(error)[:400], value=str(error.details.get("output", "")))
+            verdict = void("task", "grader_crash", (told,))
+        return replace(verdict, exposed=True)
+
+    async def _in(self, sandbox: Sandbox, grading: Grading) -> Verdict:
+        try:
+            await self._prepare(sandbox, grading)
+            result = await self._run(sandbox)
+            found = NoReward("grader_timeout", "") if result.timed_out else await self._reward(sandbox)
+        except BarchanError as error:
+            if not isinstance(error, GuestError) and not await is_guests_doing(sandbox, error):
+                raise
+            told = Evidence(source=f"grader: {type(error).__name__}", fact="message", value=str(error)[:400])
+            return void("task", "grader_crash", (told,))
+        evidence = _evidence(result, self._spec)
+        if isinstance(found, NoReward):
+            if found.why:
+                evidence += (Evidence(source="reward file", fact=found.cause, value=found.why[:400]),)
+            return void("task", found.cause, evidence)
+        reward, metrics = found
+        return scored(reward, "completed", False, evidence).with_metrics(metrics)
+
+    async def _prepare(self, sandbox: Sandbox, grading: Grading) -> None:
+        """The artifact is there already: an early reward of its making goes, and the grader's files come."""
+        for path in (self._spec.reward_text, self._spec.reward_json):
+            await clear(sandbox, path)
+            folder = posixpath.dirname(path)
+            if folder:
+                await sandbox.files.as_user(self._spec.user).mkdir(folder)
+        for item in self._spec.files:
+            await put(sandbox, item, grading.task, private=self._spec.user.partition(":")[0] in ("root", "0"))
+
+    async def _run(self, sandbox: Sandbox) -> ExecResult:
+        spec = self._spec
+        return await sandbox.exec(
+            spec.command,
+            user=spec.user,
+            cwd=spec.cwd,
+            env=spec.env,
+            merge_stderr=True,
+            timeout_s=spec.timeout_s,
+            max_output_bytes=OUTPUT_BYTES_MAX,
+        )
+
+    async def _reward(self, sandbox: Sandbox) -> tuple[float, dict[str, float]] | NoReward:
+        files = sandbox.files.as_user(self._spec.user)
+        for path in (self._spec.reward_json, self._spec.reward_text):
+            try:
+                found = await files.stat(path)
+            except NotFound as error:
+                if "sandbox_id" in error.details:
+                    raise
+                continue
+            if found.kind != "file" or found.size > REWARD_BYTES_MAX:
+                what = f"of {found.size} bytes" if found.kind == "file" else f"a {found.kind}"
+                return NoReward("reward_malformed", f"{path} is {what}")
+            data = await files.read(path, length=REWARD_BYTES_MAX)
+            return parsed(data, is_json=path == self._spec.reward_json)
+        return NoReward("reward_missing", "the command has written none")
+
+
+def parsed(data: bytes, *, is_json: bool) -> tuple[float, dict[str, float]] | NoReward:
+    """A reward file's content as reward and metrics."""
+    if not data.strip():
+        return NoReward("reward_missing", "the file is empty")
+    try:
+        if is_json:
+            value = msgspec.json.decode(data)
+            if not isinstance(value, dict):
+                raise ValueError(f"no object but {type(value).__name__}")
+            return reward_of(value)
+        text = data.decode("ascii").strip()
+        return reward_of(float(text) if "_" not in text else text)
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        return NoReward("reward_malformed", str(error))
+
+
+def _evidence(result: ExecResult, spec: ScriptGrader) -> tuple[Evidence, ...]:
+    source = "grader's command"
+    facts = [Evidence(source=source, fact="exit_code", value=result.exit_code)]
+    if result.timed_out:
+        facts.append(Evidence(source=source, fact="timed out after seconds", value=spec.timeout_s))
+    if result.oom_killed:
+        facts.append(Evidence(source=f"{source}, kernel's memory counter", fact="oom_killed", value=True))
+    if said := result.text.strip():
+        facts.append(Evidence(source=source, fact="output", value=said[-TAIL_CHARS:]))
+    return tuple(facts)

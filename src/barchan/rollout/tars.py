@@ -1,0 +1,145 @@
+"""Trees on their way from a sandbox to another one, as one tar. Pure.
+
+Both ends look at every entry: what leaves the agent's sandbox is cleaned (what may not travel is left out), and what
+enters a grader's is checked (what may not travel is refused), since the tar may have lain in a folder in between.
+"""
+
+import io
+import tarfile
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from barchan.errors import InvalidSpec
+
+ENTRIES_MAX = 200_000
+DROPPED_NAMES_MAX = 20
+
+
+class Tree(Struct, frozen=True, kw_only=True):
+    """A declared path and what was there: a folder as a tar of what it holds, a file as its bytes."""
+
+    path: str
+    is_folder: bool
+    data: bytes
+    mode: int = 0o644
+
+
+def packed(trees: Sequence[Tree]) -> tuple[bytes, tuple[str, ...]]:
+    """One tar of them, with entries named by their whole paths (without the first slash), and what was left out:
+    devices, links that lead out of their folder, and the like. Files become readable for everybody: whoever grades is
+    another user.
+
+    Raises:
+        tarfile.TarError: A folder's bytes are no tar.
+    """
+    out, dropped = io.BytesIO(), 0
+    names: list[str] = []
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for tree in trees:
+            top = tree.path.strip("/")
+            if not tree.is_folder:
+                tar.addfile(_entry(top, tarfile.REGTYPE, tree.mode, len(tree.data)), io.BytesIO(tree.data))
+                continue
+            tar.addfile(_entry(top, tarfile.DIRTYPE, 0o755))
+            for member, content in _members(tree.data):
+                if _why_refused(member):
+                    dropped += 1
+                    names += [f"{top}/{member.name}"] if dropped <= DROPPED_NAMES_MAX else []
+                    continue
+                kept = _entry(f"{top}/{member.name}", member.type, member.mode, len(content))
+                kept.linkname = member.linkname
+                tar.addfile(kept, io.BytesIO(content))
+    if dropped > len(names):
+        names.append(f"and {dropped - len(names)} more")
+    return out.getvalue(), tuple(names)
+
+
+def unpacked(data: bytes, paths: Sequence[str], bytes_max: int) -> tuple[Tree, ...]:
+    """The trees of a `packed` tar.
+
+    Raises:
+        InvalidSpec: It is none, or holds what may not enter a sandbox.
+    """
+    if len(data) > 2 * bytes_max + (ENTRIES_MAX << 11):
+        raise InvalidSpec(f"the artifact is larger than {bytes_max} bytes")
+    try:
+        members = list(_members(data))
+    except tarfile.TarError as error:
+        raise InvalidSpec(f"the artifact is no tar: {error}") from error
+    if sum(len(content) for _, content in members) > bytes_max:
+        raise InvalidSpec(f"the artifact's files are larger than {bytes_max} bytes")
+    trees = []
+    for path in paths:
+        top = path.strip("/")
+        below = [(member, content) for member, content in members if member.name.startswith(f"{top}/")]
+        itself = [(member, content) for member, content in members if member.name == top]
+        if itself and itself[0][0].isreg():
+            trees.append(Tree(path=path, is_folder=False, data=itself[0][1], mode=itself[0][0].mode))
+        elif itself or below:
+            trees.append(Tree(path=path, is_folder=True, data=_tar_below(top, below)))
+    if {member.name for member, _ in members} - {
+        member.name for member, _ in members for path in paths if _is_at(member.name, path.strip("/"))
+    }:
+        raise InvalidSpec("the artifact holds paths that the task does not declare")
+    return tuple(trees)
+
+
+def _is_at(name: str, top: str) -> bool:
+    return name == top or name.startswith(f"{top}/")
+
+
+def _tar_below(top: str, members: list[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for member, content in members:
+            member.name = member.name[len(top) + 1 :]
+            if why := _why_refused(member):
+                raise InvalidSpec(f"the artifact's entry {member.name[:200]!r} {why}")
+            tar.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+def _members(data: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """Entries with their content. Every one is real bytes of `data`: a sparse one has none."""
+    count = 0
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # tarfile would keep every header
+                count += 1
+                if count > ENTRIES_MAX:
+                    raise tarfile.TarError(f"more than {ENTRIES_MAX} entries")
+                content = b""
+                if member.isreg() and not member.issparse():
+                    file = tar.extractfile(member)
+                    content = file.read() if file is not None else b""
+                    if len(content) != member.size:
+                        raise tarfile.TarError("it is cut short")
+                member.name = member.name.rstrip("/")
+                yield member, content
+    except (ValueError, OverflowError, EOFError, RecursionError) as error:
+        raise tarfile.TarError(str(error)) from error
+
+
+def _entry(name: str, kind: bytes, mode: int, size: int = 0) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type = kind
+    entry.size = size
+    entry.mode = mode & 0o755 | (0o755 if kind == tarfile.DIRTYPE else 0o644)
+    return entry
+
+
+def _why_refused(member: tarfile.TarInfo) -> str:
+    """Why an entry may not travel, "" if it may. The rules for links are those of the sandbox's own unpacking."""
+    parts = member.name.split("/")
+    if not member.name or member.name.startswith("/") or ".." in parts or "" in parts:
+        return "does not stay below its folder"
+    if member.issparse() or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE):
+        return "is neither file, folder nor symbolic link"
+    if member.issym():
+        steps = [step for step in member.linkname.split("/") if step not in ("", ".")]
+        climbs = next((index for index, step in enumerate(steps) if step != ".."), len(steps))
+        if member.linkname.startswith("/") or ".." in steps[climbs:] or climbs > len(parts) - 1:
+            return "is a link that may lead out of its folder"
+    return ""
