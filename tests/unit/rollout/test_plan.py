@@ -1,0 +1,153 @@
+"""Who is started, who is surplus, who is tried again."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from barchan.model.verdict import Verdict
+from barchan.rollout.plan import Member, Plan, Sampling, Settled
+from barchan.rollout.verdict import cancelled, scored, void
+
+pytestmark = pytest.mark.timeout(60)
+
+ONE = scored(1.0, "completed", False, ())
+LOST = void("platform", "sandbox_lost", ())
+
+
+def plan(groups: int = 1, **sampling: int) -> Plan:
+    made = Plan(groups, Sampling(**sampling))
+    for group_index in range(groups):
+        made.ready(group_index)
+    return made
+
+
+def started(made: Plan) -> list[Member]:
+    members = []
+    while (member := made.start()) is not None:
+        members.append(member)
+    return members
+
+
+def test_members_come_group_by_group() -> None:
+    """In order, each once, and then none."""
+    made = plan(2, group=2)
+    assert started(made) == [Member(0, 0), Member(0, 1), Member(1, 0), Member(1, 1)]
+    assert (made.start(), made.unfinished) == (None, 4)
+
+
+def test_a_group_waits_until_it_is_ready() -> None:
+    """Others go on meanwhile; one that never gets ready is given up whole."""
+    made = Plan(3, Sampling(group=2))
+    made.ready(1)
+    assert started(made) == [Member(1, 0), Member(1, 1)]
+    assert made.drop(0) == [Member(0, 0), Member(0, 1)]
+    made.ready(2)
+    assert started(made) == [Member(2, 0), Member(2, 1)]
+    assert made.unfinished == 4
+
+
+def test_a_full_group_needs_no_more() -> None:
+    """With the last score that is wanted, those that run are surplus, and those that wait are spare."""
+    made = plan(group=2, over_sample=2)
+    first, second, third = (made.start() for _ in range(3))
+    assert first and second and third
+    assert made.settle(first, ONE) == Settled()
+    assert made.settle(second, ONE) == Settled(surplus=(third,), spare=(Member(0, 3),))
+    assert (made.unfinished, made.start()) == (0, None)
+    assert made.settle(third, ONE) == Settled(counts=False)
+    assert made.settle(third, cancelled("exec")) == Settled()
+    assert made.unfinished == 0
+
+
+def test_a_void_member_is_tried_again_as_the_next_attempt() -> None:
+    """As often as allowed for its group, then no more."""
+    made = plan(group=1, refill=2)
+    first = made.start()
+    assert first is not None
+    assert made.settle(first, LOST).retry == Member(0, 0, 1)
+    second = made.start()
+    assert second is not None
+    assert made.settle(second, LOST).retry == Member(0, 0, 2)
+    third = made.start()
+    assert third is not None
+    assert made.settle(third, LOST) == Settled()
+    assert (made.unfinished, made.start()) == (0, None)
+
+
+def test_a_spare_sibling_stands_in_before_a_void_one_is_tried_again() -> None:
+    """Where enough members are left to fill the group, nothing is tried again."""
+    made = plan(group=1, over_sample=1, refill=1)
+    first, second = started(made)
+    assert made.settle(first, LOST) == Settled()
+    assert made.settle(second, LOST).retry == Member(0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        void("caller", "policy_error", ()),
+        void("task", "task_invalid", ()),
+        void("platform", "image", ()),
+        cancelled("exec"),
+    ],
+)
+def test_what_would_only_come_again_is_not_tried_again(verdict: Verdict) -> None:
+    """Faults of the caller, the task and the image, and what was cancelled."""
+    made = plan(group=1, refill=5)
+    member = made.start()
+    assert member is not None
+    assert made.settle(member, verdict) == Settled()
+
+
+def test_a_resumed_group_starts_what_is_not_scored() -> None:
+    """At the attempts that are free; a group that is full starts nothing."""
+    firsts = {(0, 0): None, (0, 1): 2, (0, 2): 0, (1, 0): None, (1, 1): None, (1, 2): 1}
+    made = Plan(2, Sampling(group=2, over_sample=1), lambda group, sample: firsts[group, sample])
+    assert (made.waits(0), made.waits(1)) == (True, False)
+    made.ready(0)
+    made.ready(1)
+    one, two = started(made)
+    assert [one, two] == [Member(0, 1, 2), Member(0, 2, 0)]
+    assert made.settle(two, ONE).surplus == (one,)
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(0, 1 << 30),
+)
+def test_any_run_ends_with_its_bounds_kept(
+    groups: int, group: int, over_sample: int, refill: int, at_once: int, seed: int
+) -> None:
+    """Whatever becomes of the attempts: at most `group` scores count, at most `refill` are tried again, nothing is
+    started twice, and a group ends short only when nothing of it was left to try.
+    """
+    dice = random.Random(seed)
+    made = plan(groups, group=group, over_sample=over_sample, refill=refill)
+    live: list[Member] = []
+    seen: set[Member] = set()
+    counted, retried = [0] * groups, [0] * groups
+    while True:
+        while len(live) < at_once and (member := made.start()) is not None:
+            assert member not in seen
+            seen.add(member)
+            live.append(member)
+        if not live:
+            break
+        member = live.pop(dice.randrange(len(live)))
+        verdict = ONE if dice.random() < 0.5 else LOST
+        settled = made.settle(member, verdict)
+        live = [other for other in live if other not in settled.surplus]
+        assert not set(settled.spare) & seen
+        counted[member.group_index] += verdict is ONE and settled.counts
+        retried[member.group_index] += settled.retry is not None
+    assert made.unfinished == 0
+    assert max(counted) <= group and max(retried) <= refill
+    for index in range(groups):
+        tried = sum(member.group_index == index for member in seen)
+        assert counted[index] == group or tried == group + over_sample + refill
