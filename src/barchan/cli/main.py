@@ -43,7 +43,8 @@ COMMANDS = {
     "cp": ("barchan.cli.cp:cp", "Copy files into or out of a sandbox."),
     "kill": ("barchan.cli.kill:kill", "End sandboxes."),
     "up": ("barchan.cli.up:up", "Run a node in the foreground, with an HTTP address."),
-    "rollout": ("barchan.cli.rollout:app", "Run tasks as rollouts and report their verdicts."),
+    "rollout": ("barchan.cli.rollout:rollout", "Run tasks as rollouts and report their verdicts."),
+    "export": ("barchan.cli.export:export", "Write a run's rollouts as rows for a trainer, with advantages."),
     "trajectory": ("barchan.cli.trajectory:app", "Show, check and export the logs of rollouts."),
     "bench": ("barchan.cli.bench:app", "Measure this machine's sandboxes."),
 }

@@ -4,49 +4,56 @@ import asyncio
 import os
 import re
 import secrets
-import signal
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+import msgspec
+from cyclopts import Parameter
 from cyclopts.validators import Number
+from msgspec.structs import replace
 
 import barchan
-from barchan.cli.common import DEFAULTS, FAILED, INTERRUPTED, OK, Common, print_json
+from barchan.cli.common import DEFAULTS, FAILED, INTERRUPTED, OK, Common, key_values, print_json
 from barchan.cli.rollout_policy import PolicyOptions, limited, policy_of
-from barchan.cli.rollout_report import Progress, print_summary
-from barchan.errors import InvalidSpec, NotFound
-from barchan.rollout.policies import Policy
-from barchan.rollout.record import RolloutRecord
-from barchan.rollout.runner import Runner
+from barchan.cli.rollout_report import print_summary
+from barchan.cli.rollout_run import carry_out
+from barchan.errors import InvalidSpec
 from barchan.rollout.settings import RunSettings
-from barchan.rollout.store import RunFolder
-from barchan.rollout.summary import Summary, Tally
+from barchan.rollout.store import RunFolder, RunInfo
 from barchan.rollout.task import Task
-from barchan.rollout.tasksets import TASK_SETS
-from barchan.sdk.aio.client import AsyncClient
-
-app = App(name="rollout", help_format="plaintext")
+from barchan.rollout.tasksets import SetOptions, TaskSet, load_set
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
-ROLLOUTS_PER_CPU = 2
+CountOrNone = Annotated[int, Parameter(validator=Number(gte=0))]
+Words = Annotated[tuple[str, ...], Parameter(consume_multiple=False, show_default=False)]
+AGENTS_PER_CPU = 2
 
 
-@app.command
-def humaneval(
+def rollout(
+    tasks: str,
+    /,
     *,
     policy: str = "oracle",
     limit: Count | None = None,
+    task: Words = (),
     group: Count = 1,
+    over_sample: CountOrNone = 0,
+    refill: CountOrNone = 0,
     concurrency: Count | None = None,
+    graders: Count | None = None,
     out: Path | None = None,
+    resume: Path | None = None,
     template: str = "debian",
     memory_mib: Count = 512,
+    repos: Path | None = None,
+    base: Words = (),
+    keep_images: bool = False,
     base_url: str | None = None,
     model: str | None = None,
+    tool_format: Literal["openai", "text"] = "openai",
     max_turns: Count | None = None,
     max_tokens: Count | None = None,
     temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
@@ -55,49 +62,77 @@ def humaneval(
     api_key_env: str = "OPENAI_API_KEY",
     common: Common = DEFAULTS,
 ) -> int:
-    """Attempt the 164 problems of HumanEval, each in a sandbox of its own,
-    graded in another.
+    """Attempt each task of a set, in a sandbox of its own, and grade what came
+    of it in another.
 
-    Writes one line per rollout to rollouts.jsonl, as they end, and summary.json.
-    Ctrl-C ends the run and keeps what is finished. The exit code is 0 when
-    anything was scored, whatever the rewards, and 1 when nothing was.
+    Tasks: humaneval (164 problems), a folder of Harbor tasks, swe:ROWS.jsonl,
+    FILE.py, or module:function.
+
+    Writes one line per rollout to rollouts.jsonl, as they end, and at the end
+    summary.json and tasks.json. Ctrl-C ends the run and keeps what is finished.
+    The exit code is 0 when anything was scored, whatever the rewards, and 1
+    when nothing was.
 
     Examples:
 
         barchan rollout humaneval --limit 10
         barchan rollout humaneval --policy nop --group 4
-        barchan rollout humaneval --group 16 --json
-        barchan rollout humaneval --policy chat --base-url http://127.0.0.1:8000 --model NAME --temperature 0.8
+        barchan rollout humaneval --group 16 --over-sample 4 --refill 2 --json
         barchan rollout humaneval --policy chat --base-url http://127.0.0.1:8000 --model NAME --max-turns 8
+        barchan rollout ./tasks --task hello --task fix-git
+        barchan rollout swe:rows.jsonl --repos ./repos --resume runs/a
 
     Parameters
     ----------
+    tasks
+        The set.
     policy
-        Who answers: the known-good solutions (oracle), an empty function
-        (nop), the tool calls of a file (script), a model behind an
-        OpenAI-compatible address (chat), or a class of yours (module:Class).
+        Who answers: the known-good solutions (oracle), nobody (nop), the tool
+        calls of a file (script), a model behind an OpenAI-compatible address
+        (chat), or a class of yours (module:Class).
     limit
-        Only the first so many problems.
+        Only the first so many tasks.
+    task
+        Only the task of this id; may be repeated.
     group
-        Attempts at each problem.
+        Scored attempts wanted at each task.
+    over_sample
+        Start so many more; those not among the first scored are cancelled.
+    refill
+        Try void attempts again, so often in each group.
     concurrency
-        Rollouts at once. [default: 2 per CPU of this machine]
+        Agents at once. [default: 2 per CPU of this machine]
+    graders
+        Gradings at once. [default: as many as agents]
     out
         A folder for the results. [default: runs/DATE-TIME-...]
+    resume
+        The folder of an earlier run of the same command: its scored rollouts
+        are kept, all others run again.
     template
-        Name or digest of an image with Python.
+        Name or digest of an image with Python, for tasks without one of their own.
     memory_mib
-        Memory of each sandbox.
+        Memory of each sandbox, where the task does not say.
+    repos
+        swe: the folder with the rows' repositories.
+    base
+        Harbor: the image of the node that a task's base means, as NAME=IMAGE;
+        may be repeated.
+    keep_images
+        Keep the images that hold agents' layers, to grade them again.
     base_url
         chat: address of the server, with or without /v1.
     model
         chat: the model's name.
+    tool_format
+        chat: text for models that can't call tools.
     max_turns
         Turns of one rollout. With one, chat is asked for the answer itself;
         with more it works with tools.
-        [default: 1; 50 for script and module:Class]
+        [default: the task's; humaneval: 1, 50 for script and module:Class]
     max_tokens
-        Completion tokens of one rollout. [default: 512 for each turn]
+        Completion tokens of one rollout.
+        [default: the task's; humaneval: 512 for each turn]
     temperature
         chat: sampling temperature.
     seed
@@ -109,10 +144,13 @@ def humaneval(
     api_key_env
         chat: the environment variable that holds the key, if there is one.
     """
+    if out is not None and resume is not None:
+        raise InvalidSpec("give --out for a new run, or --resume for an earlier one")
     options = PolicyOptions(
         policy=policy,
         base_url=base_url,
         model=model,
+        tool_format=tool_format,
         temperature=temperature,
         seed=seed,
         api_key=os.environ.get(api_key_env),
@@ -120,21 +158,70 @@ def humaneval(
         max_turns=max_turns,
         max_tokens=max_tokens,
     )
-    tasks = limited(TASK_SETS["humaneval"]()[:limit], options)
-    make_policy = policy_of(options, tasks)
+    found = load_set(tasks, SetOptions(repos, key_values(base, "--base"), os.environ))
+    chosen = TaskSet(found.name, limited(_chosen(found.tasks, task, limit), options))
+    make_policy = policy_of(options, chosen.tasks)
+    agents = concurrency or AGENTS_PER_CPU * len(os.sched_getaffinity(0))
     settings = RunSettings(
         run_id=f"run_{secrets.token_hex(6)}",
         template=template,
         group=group,
-        concurrency=concurrency or ROLLOUTS_PER_CPU * len(os.sched_getaffinity(0)),
+        over_sample=over_sample,
+        refill=refill,
+        concurrency=agents,
+        graders=graders or agents,
         memory_mib=memory_mib,
+        keep_images=keep_images,
     )
-    with _run_folder(out, policy, settings.run_id) as store, asyncio.Runner(loop_factory=_new_loop) as runner:
-        summary, interrupted = runner.run(_run(tasks, policy, make_policy, settings, store, common))
-    print_summary(summary)
+    with _run_folder(out, resume, _info(settings, chosen.name, options), chosen.tasks) as store:
+        settings = replace(settings, run_id=store.info.run_id)
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            summary, rows, interrupted = runner.run(carry_out(chosen.tasks, make_policy, settings, store, common))
+    print_summary(summary, rows)
     if common.json:
-        print_json(summary)
+        print_json({**msgspec.structs.asdict(summary), "tasks": rows})
     return INTERRUPTED if interrupted else OK if summary.scored else FAILED
+
+
+def _chosen(tasks: list[Task], ids: Sequence[str], limit: int | None) -> list[Task]:
+    if missing := set(ids) - {task.task_id for task in tasks}:
+        raise InvalidSpec(f"--task {sorted(missing)[0]}: the set has no such task")
+    return [task for task in tasks if not ids or task.task_id in ids][:limit]
+
+
+def _info(settings: RunSettings, task_set: str, options: PolicyOptions) -> RunInfo:
+    """What the run's folder says of it: all that must be the same when it is resumed, by the options' names."""
+    return RunInfo(
+        run_id=settings.run_id,
+        task_set=task_set,
+        policy=options.policy,
+        settings={
+            "--group": settings.group,
+            "--over-sample": settings.over_sample,
+            "--template": settings.template,
+            "--memory-mib": settings.memory_mib,
+            "--model": options.model,
+            "--tool-format": options.tool_format,
+            "--max-turns": options.max_turns,
+            "--max-tokens": options.max_tokens,
+            "--temperature": options.temperature,
+            "--seed": options.seed,
+            "--script": None if options.script is None else sha256(options.script.read_bytes()).hexdigest(),
+        },
+        barchan_version=barchan.__version__,
+        started_unix_s=time.time(),
+    )
+
+
+def _run_folder(out: Path | None, resume: Path | None, info: RunInfo, tasks: Sequence[Task]) -> RunFolder:
+    if resume is not None:
+        return RunFolder.resume(resume, info, tasks)
+    words = re.sub(r"[^A-Za-z0-9]+", "-", f"{info.task_set}-{info.policy}")
+    folder = out or Path("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{info.run_id[4:8]}")
+    try:
+        return RunFolder.create(folder, info, tasks)
+    except InvalidSpec as error:
+        raise InvalidSpec(f"--out {error}") from error
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -144,61 +231,3 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-def _run_folder(out: Path | None, policy: str, run_id: str) -> RunFolder:
-    name = re.sub(r"[^A-Za-z0-9]+", "-", policy)
-    folder = out or Path("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-humaneval-{name}-{run_id[4:8]}")
-    try:
-        return RunFolder(folder, run_id=run_id, policy=policy, version=barchan.__version__)
-    except OSError as error:
-        raise InvalidSpec(f"--out {folder}: {error.strerror}; give a folder that holds no run yet") from error
-
-
-async def _run(
-    tasks: list[Task],
-    policy_name: str,
-    make_policy: Callable[[], AbstractAsyncContextManager[Policy]],
-    settings: RunSettings,
-    store: RunFolder,
-    common: Common,
-) -> tuple[Summary, bool]:
-    """The run's summary, and whether it was interrupted. The first interrupt ends it in order, a second one at once."""
-    tally = Tally()
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    interrupted = False
-    started = time.monotonic()
-    async with barchan.connect_async(**common.connection) as client, make_policy() as policy:
-        await _require_template(client, settings.template)
-        with Progress(len(tasks) * settings.group, tally) as progress:
-
-            def keep(record: RolloutRecord) -> None:
-                store.add(record)
-                tally.add(record)
-                progress.update()
-
-            runner = Runner(client, tasks, policy, settings, keep, open_log=store.open_log)
-            try:
-                await runner.run()
-            except asyncio.CancelledError:
-                task.uncancel()
-                interrupted = True
-    summary = tally.summary(
-        run_id=settings.run_id,
-        task_set="humaneval",
-        policy=policy_name,
-        not_started=runner.rollouts_total - tally.rollouts,
-        wall_s=time.monotonic() - started,
-        out=str(store.path),
-    )
-    store.finish(summary)
-    return summary, interrupted
-
-
-async def _require_template(client: AsyncClient, template: str) -> None:
-    """Better one line now than every rollout void."""
-    names = [name for image in await client.images() for name in (image.name, image.digest)]
-    if not any(name == template or name.startswith(template) for name in names):
-        raise NotFound(f"no image {template!r} (try: sudo barchan image build debian)")

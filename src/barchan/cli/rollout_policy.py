@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import aiohttp
 from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
 from barchan.rollout.imports import load_class
+from barchan.rollout.limits import Limits
 from barchan.rollout.policies import (
     ChatPolicy,
     ChatSettings,
@@ -36,6 +37,7 @@ class PolicyOptions:
     policy: str
     base_url: str | None
     model: str | None
+    tool_format: Literal["openai", "text"]
     temperature: float
     seed: int | None
     api_key: str | None
@@ -45,10 +47,18 @@ class PolicyOptions:
 
 
 def limited(tasks: list[Task], options: PolicyOptions) -> list[Task]:
-    """The tasks with the limits asked for."""
-    turns = options.max_turns or (1 if options.policy in ONE_ANSWER else TURNS_MAX)
-    tokens = options.max_tokens or turns * TOKENS_PER_TURN
-    return [replace(task, limits=replace(task.limits, turns_max=turns, tokens_max=tokens)) for task in tasks]
+    """The tasks with the limits asked for; else with their own. Those that ask for one function are answered in one
+    turn by who can, as their published evaluation wants it.
+    """
+    return [replace(task, limits=_limits(task, options)) for task in tasks]
+
+
+def _limits(task: Task, options: PolicyOptions) -> Limits:
+    turns, tokens = task.limits.turns_max, task.limits.tokens_max
+    if task.stub is not None:
+        turns = options.max_turns or (1 if options.policy in ONE_ANSWER else TURNS_MAX)
+        tokens = turns * TOKENS_PER_TURN
+    return replace(task.limits, turns_max=options.max_turns or turns, tokens_max=options.max_tokens or tokens)
 
 
 def policy_of(options: PolicyOptions, tasks: list[Task]) -> Callable[[], AbstractAsyncContextManager[Policy]]:
@@ -66,8 +76,9 @@ def policy_of(options: PolicyOptions, tasks: list[Task]) -> Callable[[], Abstrac
 
 
 def _check_belonging(options: PolicyOptions) -> None:
-    if options.policy != "chat" and (options.base_url or options.model or options.seed is not None):
-        raise InvalidSpec("--base-url, --model and --seed belong to --policy chat")
+    of_chat = (options.base_url, options.model, options.seed, None if options.tool_format == "openai" else "text")
+    if options.policy != "chat" and any(value is not None for value in of_chat):
+        raise InvalidSpec("--base-url, --model, --seed and --tool-format belong to --policy chat")
     if (options.policy == "script") != (options.script is not None):
         raise InvalidSpec("--policy script needs --script FILE, and --script belongs to it")
 
@@ -79,6 +90,7 @@ def _chat_settings(options: PolicyOptions) -> ChatSettings:
     return ChatSettings(
         base_url=base_url,
         model=model,
+        tool_format=options.tool_format,
         temperature=options.temperature,
         seed=options.seed,
         api_key=options.api_key,
@@ -87,6 +99,8 @@ def _chat_settings(options: PolicyOptions) -> ChatSettings:
 
 def _without_model(options: PolicyOptions, tasks: list[Task]) -> Policy:
     if options.policy == "oracle":
+        if missing := [task.task_id for task in tasks if not task.oracle]:
+            raise InvalidSpec(f"--policy oracle: task {missing[0]} has no known-good attempt")
         return OraclePolicy()
     if options.policy == "nop":
         return NopPolicy()

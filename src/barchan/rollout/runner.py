@@ -1,23 +1,39 @@
-"""Runs tasks x group as rollouts, a bounded number at once; each is scored, voided or cancelled alone."""
+"""Runs groups of rollouts. An agent's place is free again as soon as its artifact has left; each rollout is scored,
+voided or cancelled alone.
+"""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, cast
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from barchan.errors import InvalidSpec
+from barchan.model.verdict import Cause, Evidence
 from barchan.rollout.attempt import Job, Rollout
 from barchan.rollout.calls import Observation
+from barchan.rollout.environments import prepare
+from barchan.rollout.graders import grader_of
+from barchan.rollout.pipeline import GradingPipeline
+from barchan.rollout.plan import Member, Plan, Sampling
 from barchan.rollout.policies.base import Policy, Step
 from barchan.rollout.ports import Client, Log
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.settings import RunSettings
-from barchan.rollout.task import Task
+from barchan.rollout.summary import Waits
+from barchan.rollout.task import SharedArtifact, Task
 from barchan.rollout.tools import Toolbox
+from barchan.rollout.verdict import cancelled
+from barchan.sdk.aio.client import AsyncClient
+from barchan.sdk.recipe import Recipe
 
 
-async def play(rollout: Rollout, policy: Policy) -> None:
-    """Let a policy drive an opened rollout to its end."""
+async def converse(rollout: Rollout, policy: Policy) -> Cause | None:
+    """Let a policy take the turns of an opened rollout; returns how its part ended, where it knows more than the
+    rollout.
+    """
     observation = await rollout.observe()
     step = Step()
     while observation.over is None and not step.is_last:
@@ -26,7 +42,12 @@ async def play(rollout: Rollout, policy: Policy) -> None:
             await rollout.record(**asdict(step.completion))
         if step.tool_calls or not step.is_last:
             observation = await rollout.act(step.tool_calls)
-    await rollout.finish(step.cause)
+    return step.cause
+
+
+async def play(rollout: Rollout, policy: Policy) -> None:
+    """Let a policy drive an opened rollout to its end."""
+    await rollout.finish(await converse(rollout, policy))
 
 
 async def _step(policy: Policy, rollout: Rollout, observation: Observation) -> Step:
@@ -36,11 +57,33 @@ async def _step(policy: Policy, rollout: Rollout, observation: Observation) -> S
     return step
 
 
+class Earlier(NamedTuple):
+    """What a resumed run has already.
+
+    Attributes:
+        scored: Places (group_index, sample_index) that have their score.
+        rollout_ids: Ids that were used, whatever became of them.
+    """
+
+    scored: frozenset[tuple[int, int]] = frozenset()
+    rollout_ids: frozenset[str] = frozenset()
+
+
 class Runner:
-    """One run. `sink` gets each record as soon as its rollout is over, and must not block.
+    """One run.
+
+    Args:
+        sink: Gets each record as soon as its rollout is over, and must not block.
+        keep_artifact: Gets the artifact of a rollout that the record can't hold, before the record.
+        notice: Told what a person should know at once: a task that can't be set up.
+
+    Attributes:
+        rollouts_total: Places in all groups.
+        agents: Rollouts that hold an agent's place.
 
     Raises:
         InvalidSpec: A task names a tool that is not there.
+        TaskError: It names a grader that is not there.
     """
 
     def __init__(
@@ -52,23 +95,52 @@ class Runner:
         sink: Callable[[RolloutRecord], None],
         *,
         open_log: Callable[[Job], Awaitable[Log]] | None = None,
+        keep_artifact: Callable[[str, bytes], None] | None = None,
+        notice: Callable[[str], None] = lambda text: None,
+        earlier: Earlier = Earlier(),  # noqa: B008 (frozen)
     ) -> None:
         self._client = client
+        self._tasks = tasks
         self._policy = policy
         self._settings = settings
         self._sink = sink
         self._open_log = open_log
+        self._keep_artifact = keep_artifact
+        self._notice = notice
+        self._earlier = earlier
+        for task in tasks:
+            grader_of(task.grader)
         self._toolboxes = {(task.tools, task.artifact): Toolbox(task) for task in tasks}
-        self._jobs = self._all_jobs(tasks)
-        self.rollouts_total = len(tasks) * settings.group
+        self._sampling = Sampling(settings.group, settings.over_sample, settings.refill)
+        self._plan = Plan(len(tasks), self._sampling, self._first_attempt)
+        self.rollouts_total = len(tasks) * self._sampling.started
+        self.agents = 0
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._graders = GradingPipeline(
+            client,
+            settings,
+            workers=settings.graders,
+            # Enough that no grader is idle while agents are at work, and no more: what waits is held in memory.
+            waiting_max=settings.graders + settings.concurrency,
+        )
+        self._group = asyncio.TaskGroup()
+        self._live: dict[Member, asyncio.Task[None]] = {}
+        self._surplus: set[Member] = set()
+        self._setting_up = 0
+        self._changed = asyncio.Event()
+        self._waited_s = {"slot": 0.0, "graders": 0.0, "environments": 0.0}
 
-    def _all_jobs(self, tasks: Sequence[Task]) -> Iterator[Job]:
-        """Group by group, so that a run cut short has whole groups."""
-        count = 0
-        for group_index, task in enumerate(tasks):
-            for sample_index in range(self._settings.group):
-                yield Job(f"{self._settings.run_id}-{count:06d}", task, sample_index, group_index)
-                count += 1
+    @property
+    def waits(self) -> Waits:
+        """What the opening of rollouts has waited for so far."""
+        return Waits(**{f"{name}_s": round(seconds, 3) for name, seconds in self._waited_s.items()})
+
+    @property
+    def activity(self) -> str:
+        """What goes on now, for a person."""
+        grading = self._graders.statistics()
+        text = f"{self.agents} at work, {grading.waiting} wait for grading, {grading.grading} in grading"
+        return f"{text}, {self._setting_up} to set up" if self._setting_up else text
 
     async def run(self) -> None:
         """Run them all. Cancelling frees the sandboxes of the unfinished ones and records these as cancelled.
@@ -77,29 +149,163 @@ class Runner:
             Exception: What the sink raised; it ends the run, like cancelling.
         """
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._settings.concurrency, self.rollouts_total)):
-                    group.create_task(self._work())
+            async with self._graders, self._group:
+                self._group.create_task(self._set_up())
+                await self._open_all()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _work(self) -> None:
-        for job in self._jobs:
-            rollout = Rollout(
-                self._client,
-                self._settings,
-                job,
-                policy_name=self._policy.name,
-                toolbox=self._toolboxes[job.task.tools, job.task.artifact],
-                open_log=self._open_log,
-            )
-            try:
-                await rollout.open()
-                await play(rollout, self._policy)
-            except asyncio.CancelledError:
-                await rollout.cancel()
-                self._sink(rollout.row())
-                raise
-            except Exception as error:  # the rollout's own boundary: whatever it was becomes its record
-                await rollout.fail(error)
+    # opening
+
+    async def _open_all(self) -> None:
+        while self._plan.unfinished:
+            with self._timed("slot"):
+                await self._slots.acquire()
+            with self._timed("graders"):
+                await self._graders.room()
+            member = self._plan.start()
+            if member is not None:
+                self.agents += 1
+                self._group.create_task(self._attempt(member))
+                continue
+            self._slots.release()
+            if self._plan.unfinished:
+                self._changed.clear()
+                with self._timed("environments" if self._setting_up else None):
+                    await self._changed.wait()
+
+    def _free_place(self) -> None:
+        self.agents -= 1
+        self._slots.release()
+
+    @contextmanager
+    def _timed(self, waits_for: str | None) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            if waits_for is not None:
+                self._waited_s[waits_for] += time.monotonic() - started
+
+    async def _set_up(self) -> None:
+        tasks = [(index, task) for index, task in enumerate(self._tasks) if self._plan.waits(index)]
+        self._setting_up = len(tasks)
+        await prepare(tasks, self._build, self._ready, self._not_set_up)
+
+    async def _build(self, recipe: Recipe) -> None:
+        from barchan.sdk.build import build  # with its packing, which runs without recipes don't need
+
+        await build(cast(AsyncClient, self._client), recipe)
+
+    def _ready(self, group_index: int) -> None:
+        self._plan.ready(group_index)
+        self._setting_up -= 1
+        self._changed.set()
+
+    async def _not_set_up(self, group_index: int, error: Exception) -> None:
+        members = self._plan.drop(group_index)
+        task_id = self._tasks[group_index].task_id
+        self._notice(f"task {task_id} can't be set up, its {len(members)} rollouts are void: {error}")
+        for member in members:
+            rollout = self._rollout(member)
+            await rollout.fail(error)
             self._sink(rollout.row())
+        self._setting_up -= 1
+        self._changed.set()
+
+    def _first_attempt(self, group_index: int, sample_index: int) -> int | None:
+        if (group_index, sample_index) in self._earlier.scored:
+            return None
+        attempt = 0
+        while self._rollout_id(Member(group_index, sample_index, attempt)) in self._earlier.rollout_ids:
+            attempt += 1
+        return attempt
+
+    def _rollout_id(self, member: Member) -> str:
+        count = member.group_index * self._sampling.started + member.sample_index
+        name = f"{self._settings.run_id}-{count:06d}"
+        return f"{name}-{member.attempt}" if member.attempt else name
+
+    def _rollout(self, member: Member) -> Rollout:
+        task = self._tasks[member.group_index]
+        return Rollout(
+            self._client,
+            self._settings,
+            Job(self._rollout_id(member), task, member.sample_index, member.group_index, member.attempt),
+            policy_name=self._policy.name,
+            toolbox=self._toolboxes[task.tools, task.artifact],
+            open_log=self._open_log,
+            pipeline=self._graders,
+        )
+
+    # one rollout
+
+    async def _attempt(self, member: Member) -> None:
+        """From its opening to its record; the agent's place, which the caller took, is given back."""
+        rollout = self._rollout(member)
+        task = asyncio.current_task()
+        assert task is not None
+        self._live[member] = task
+        try:
+            if member in self._surplus:
+                self._free_place()
+            else:
+                await self._play(rollout)
+        except asyncio.CancelledError:
+            if member not in self._surplus:
+                await rollout.cancel()
+                self._settle(member, rollout.row())
+                raise
+            task.uncancel()
+        except Exception as error:  # the rollout's own boundary: whatever it was becomes its record
+            await rollout.fail(error)
+        finally:
+            del self._live[member]
+        if member in self._surplus:
+            await rollout.cancel("surplus")
+        self._settle(member, rollout.row())
+
+    async def _play(self, rollout: Rollout) -> None:
+        holds_place = True
+        try:
+            await rollout.open()
+            await rollout.hand_in(await converse(rollout, self._policy))
+            if not isinstance(rollout.task.artifact, SharedArtifact):  # whose sandbox lives on in the grading
+                holds_place = False
+                self._free_place()
+            await self._keep(rollout)
+            await rollout.finish()
+        finally:
+            if holds_place:
+                self._free_place()
+
+    async def _keep(self, rollout: Rollout) -> None:
+        artifact = rollout.artifact
+        if self._keep_artifact is not None and artifact is not None and artifact.kind == "files":
+            await asyncio.to_thread(self._keep_artifact, rollout.rollout_id, artifact.data)
+
+    async def _skip(self, member: Member) -> None:
+        """The record of a member that nobody needs to start."""
+        rollout = self._rollout(member)
+        await rollout.cancel("surplus")
+        self._sink(rollout.row())
+
+    def _settle(self, member: Member, row: RolloutRecord) -> None:
+        settled = self._plan.settle(member, row.verdict)
+        if not settled.counts:
+            row = _too_late(row)
+        self._sink(row)
+        for other in settled.surplus:
+            self._surplus.add(other)
+            if other in self._live:
+                self._live[other].cancel()
+        for other in settled.spare:
+            self._group.create_task(self._skip(other))
+        self._changed.set()
+
+
+def _too_late(row: RolloutRecord) -> RolloutRecord:
+    """A score for a group that had filled up in the meantime."""
+    seen = Evidence(source="runner", fact="reward, after its group was full", value=row.verdict.reward)
+    verdict = cancelled("finished", "surplus")
+    return replace(row, verdict=replace(verdict, evidence=(*verdict.evidence, seen)))

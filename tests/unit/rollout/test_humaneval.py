@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from barchan.errors import RequirementMissing, TaskError
-from barchan.rollout.tasksets import TASK_SETS
+from barchan.rollout.tasksets import load_set
 from barchan.rollout.tasksets.humaneval import Row, load, task_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -17,7 +17,7 @@ def row(test: str, prompt: str = 'def f(x):\n    """Doc."""\n', solution: str = 
 
 def test_all_published_tasks_load() -> None:
     """164 tasks in order; each has assertions to count, and its parts compile."""
-    tasks = TASK_SETS["humaneval"]()
+    tasks = load_set("humaneval").tasks
     assert [task.task_id for task in tasks] == [f"HumanEval/{number}" for number in range(164)]
     for task in tasks:
         assert task.grader.checks_total > 0

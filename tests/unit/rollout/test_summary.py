@@ -1,30 +1,29 @@
-"""A run in numbers, and its folder."""
+"""A run in numbers."""
 
-from contextlib import closing
-from pathlib import Path
-
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from barchan.errors import BackendError
 from barchan.model.verdict import Verdict
+from barchan.rollout.percentiles import percentiles
 from barchan.rollout.record import Completion, RolloutRecord, Timings
-from barchan.rollout.store import ROLLOUTS, RunFolder, read_rollouts
-from barchan.rollout.summary import GroupMix, Summary, Tally, percentiles
+from barchan.rollout.summary import GroupMix, Summary, Tally
+from barchan.rollout.table import worst_first
 from barchan.rollout.verdict import cancelled, scored, void
 
 pytestmark = pytest.mark.timeout(30)
 
 
-def record(verdict: Verdict, task_id: str = "a", ttfi_ms: float | None = 1.0) -> RolloutRecord:
+def record(
+    verdict: Verdict, task_id: str = "a", ttfi_ms: float | None = 1.0, sample_index: int = 0, attempt: int = 0
+) -> RolloutRecord:
     completion = Completion(model="m", text="t", finish_reason="stop", prompt_tokens=10, completion_tokens=5)
     return RolloutRecord(
         run_id="run",
-        rollout_id="run-0",
+        rollout_id=f"run-{task_id}-{sample_index}-{attempt}",
         task_id=task_id,
-        sample_index=0,
+        sample_index=sample_index,
+        attempt=attempt,
         policy="p",
         verdict=verdict,
         timings=Timings(create_ms=2.0, ttfi_ms=ttfi_ms, total_ms=9.0),
@@ -32,14 +31,11 @@ def record(verdict: Verdict, task_id: str = "a", ttfi_ms: float | None = 1.0) ->
         turns=2,
         tool_calls={"bash": 1, "submit": 1},
         malformed_calls=1,
+        agent_s=0.5,
         prompt_tokens=10,
         completion_tokens=5,
         completions=(completion,),
     )
-
-
-def folder_at(path: Path) -> RunFolder:
-    return RunFolder(path, run_id="run", policy="p", version="0")
 
 
 ONE, ZERO = scored(1.0, "completed", False, ()), scored(0.0, "exec_timeout", True, ())
@@ -50,7 +46,7 @@ def summary_of(*records: RolloutRecord) -> Summary:
     tally = Tally()
     for item in records:
         tally.add(item)
-    return tally.summary(run_id="run", task_set="s", policy="p", not_started=1, wall_s=2.0, out="o")
+    return tally.summary(run_id="run", task_set="s", policy="p", wanted=6, wall_s=2.0, out="o")
 
 
 def test_void_rollouts_stay_out_of_the_mean() -> None:
@@ -105,32 +101,44 @@ def test_percentiles_are_measured_values_in_order(values: list[float]) -> None:
         assert sum(round(item, 3) <= value for item in values) >= share * len(values)
 
 
-def test_a_runs_folder_keeps_each_rollout_as_it_comes(tmp_path: Path) -> None:
-    """A line is on disk before the next rollout; a line that a crash cut short is left out when reading."""
-    with folder_at(tmp_path / "r") as folder:
-        folder.add(record(ONE))
-        assert [item.verdict for item in read_rollouts(folder.path)] == [ONE]
-        folder.add(record(VOID))
-        folder.finish(summary_of(record(ONE)))
-    assert [item.verdict.status for item in read_rollouts(folder.path)] == ["scored", "void"]
-    with (folder.path / ROLLOUTS).open("ab") as file:
-        file.write(b'{"run_id": "cut sh')
-    assert len(read_rollouts(folder.path)) == 2
-    assert msgspec.json.decode((folder.path / "summary.json").read_bytes(), type=Summary).scored == 1
+def test_what_was_tried_again_counts_by_its_last_try() -> None:
+    """Earlier tries are told apart, and move neither the counts nor the bounds of the mean."""
+    summary = summary_of(
+        record(VOID, sample_index=0),
+        record(ONE, sample_index=1),
+        record(VOID, sample_index=0, attempt=1),
+        record(ZERO, sample_index=0, attempt=2),
+        record(VOID, sample_index=2, attempt=1),
+    )
+    assert (summary.rollouts, summary.scored, summary.void, summary.retried) == (3, 2, 1, 2)
+    assert (summary.reward_mean, summary.reward_mean_high) == (0.5, 2 / 3)
+    assert (summary.void_by_cause, summary.not_started) == ({"boot_failure": 1}, 3)
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that can't be written is an error, not a silent gap."""
-    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed below, with the file it stands in for)
-    with closing(full), folder_at(tmp_path) as folder, closing(folder._file):
-        monkeypatch.setattr(folder, "_file", full)
-        with pytest.raises(BackendError, match="No space left"):
-            folder.add(record(ONE))
+def test_surplus_is_told_from_what_a_person_cancelled() -> None:
+    """Both are cancelled; a truncated rollout is told as a share of the scored ones."""
+    summary = summary_of(record(ONE), record(ZERO), record(cancelled("exec", "surplus")), record(cancelled("exec")))
+    assert (summary.cancelled, summary.surplus, summary.truncated_share) == (2, 1, 0.5)
 
 
-def test_an_earlier_run_is_never_written_over(tmp_path: Path) -> None:
-    """A folder that already holds a run is refused."""
-    with folder_at(tmp_path):
-        pass
-    with pytest.raises(FileExistsError):
-        folder_at(tmp_path)
+def test_each_task_has_its_row() -> None:
+    """Counts, mean, turns, tokens and the time of the agent's programs; the worst come first."""
+    tally = Tally()
+    for item in (
+        record(ONE, "good"),
+        record(ONE, "mixed"),
+        record(ZERO, "mixed", sample_index=1),
+        record(VOID, "mixed", sample_index=2),
+        record(cancelled("exec"), "mixed", sample_index=3),
+        record(VOID, "lost"),
+        record(VOID, "lost", attempt=1),
+    ):
+        tally.add(item)
+    lost, mixed, good = worst_first(tally.rows)
+    assert [row.task_id for row in (lost, mixed, good)] == ["lost", "mixed", "good"]
+    assert (mixed.n, mixed.scored, mixed.void, mixed.cancelled, mixed.reward_mean) == (4, 2, 1, 1, 0.5)
+    assert (mixed.turns_mean, mixed.completion_tokens_mean, mixed.agent_s_p95, mixed.truncated) == (2.0, 5.0, 0.5, 1)
+    assert (lost.n, lost.void, lost.reward_mean) == (1, 1, None)
+    assert tally.summary(run_id="r", task_set="s", policy="p", wanted=6, wall_s=1.0, out="o").groups == GroupMix(
+        all_one=1, mixed=1, void=1
+    )

@@ -1,8 +1,73 @@
-"""Task sets by name."""
+"""Task sets by how a person names them."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
+from barchan.errors import InvalidSpec, TaskError
 from barchan.rollout.task import Task
-from barchan.rollout.tasksets import humaneval
 
-TASK_SETS: dict[str, Callable[[], list[Task]]] = {"humaneval": humaneval.load}
+FORMS = "humaneval, a folder of Harbor tasks, swe:ROWS.jsonl, FILE.py, or module:function"
+
+
+class SetOptions(NamedTuple):
+    """What some sets need besides their name.
+
+    Attributes:
+        repos: Of `swe:`: the folder that the rows' repositories lie in.
+        bases: Of Harbor folders: images of the node by the name that a task gives its base.
+        variables: Of Harbor folders: values for the `${NAME}` of their variables.
+    """
+
+    repos: Path | None = None
+    bases: Mapping[str, str] = {}
+    variables: Mapping[str, str] = {}
+
+
+class TaskSet(NamedTuple):
+    """Tasks, and what to call them together."""
+
+    name: str
+    tasks: list[Task]
+
+
+def load_set(spec: str, options: SetOptions = SetOptions()) -> TaskSet:  # noqa: B008 (frozen)
+    """The tasks that a name means, each of them read and checked.
+
+    Raises:
+        InvalidSpec: There is no such set, or an option does not belong to it.
+        TaskError: It can't be used as it is; the message names the place.
+        RequirementMissing: It comes with a package that is not installed.
+    """
+    kind, _, rows = spec.partition(":")
+    path = Path(spec)
+    if options.repos is not None and kind != "swe":
+        raise InvalidSpec("--repos belongs to swe:ROWS.jsonl")
+    if options.bases and not path.is_dir():
+        raise InvalidSpec("--base belongs to a folder of Harbor tasks")
+    # Imported only when used: each set has needs of its own.
+    if spec == "humaneval":
+        from barchan.rollout.tasksets.humaneval import load
+
+        found = TaskSet("humaneval", load())
+    elif kind == "swe" and rows:
+        from barchan.rollout.tasksets.swe import load_swe
+
+        found = TaskSet(Path(rows).stem, load_swe(Path(rows), repos=options.repos))
+    elif path.is_dir():
+        from barchan.rollout.tasksets.harbor import load_harbor
+
+        found = TaskSet(path.resolve().name, load_harbor(path, bases=options.bases, variables=options.variables))
+    elif kind.endswith(".py") or (rows and "/" not in kind):
+        from barchan.rollout.tasksets.plain import load_plain
+
+        found = TaskSet(Path(kind).stem, load_plain(spec))
+    else:
+        raise InvalidSpec(f"no task set {spec!r}; give {FORMS}")
+    if not found.tasks:
+        raise TaskError(f"task set {spec}: it holds no task")
+    task_id, count = Counter(task.task_id for task in found.tasks).most_common(1)[0]
+    if count > 1:
+        raise TaskError(f"task set {spec}: {count} tasks are called {task_id}")
+    return found
