@@ -7,6 +7,7 @@ gone without an image, the next of them begins anew.
 
 import asyncio
 import hashlib
+import signal
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -102,7 +103,7 @@ class _Build:
             if isinstance(recipe.base, str):
                 return _resolve(recipe.base, images).name
             recipe = recipe.base
-        made = await asyncio.to_thread(_plan, recipe, images)
+        made = await asyncio.to_thread(plan, recipe, images)
         return (await self._ensure(made, {image.name: image for image in images})).name
 
     async def _ensure(self, made: _Made, images: dict[str, ImageInfo]) -> ImageInfo:
@@ -116,24 +117,29 @@ class _Build:
         losses = 0
         for index in range(CREATE_IDS_MAX):
             try:
-                sandbox = await self._create(made, base, f"{made.name}-{index}")
+                return await self._try(made, base, f"{made.name}-{index}")
             except BootFailed:
                 raise
-            except (SandboxExpired, SandboxLost):
-                continue  # an earlier build's, which is over
-            try:
-                if await self._is_mine(sandbox, made.name):
-                    return await self._make(sandbox, made, base)
-                await self._watch(sandbox, made)
             except (SandboxExpired, SandboxLost, NotFound) as error:
                 if isinstance(error, NotFound) and "sandbox_id" not in error.details:
                     raise
-                losses += 1
-                if losses > LOSSES_MAX and isinstance(error, SandboxLost):
+                losses += isinstance(error, SandboxLost)
+                if losses > LOSSES_MAX:
                     raise
-            if (image := await self._find(made.name)) is not None:
+            if (image := await self._find(made.name)) is not None:  # it is over because it is done
                 return image
         raise BackendError(f"building {made.name} was given up {CREATE_IDS_MAX} times within an hour")
+
+    async def _try(self, made: _Made, base: ImageInfo, create_id: str) -> ImageInfo:
+        """Build it in the sandbox of this create id, or watch whoever does.
+
+        Raises:
+            SandboxExpired, SandboxLost, NotFound: That sandbox has ended, now or long ago.
+        """
+        sandbox = await self._create(made, base, create_id)
+        if await self._is_mine(sandbox, made.name):
+            return await self._make(sandbox, made, base)
+        return await self._watch(sandbox, made)
 
     async def _create(self, made: _Made, base: ImageInfo, create_id: str) -> AsyncSandbox:
         recipe = made.recipe
@@ -224,7 +230,7 @@ class _Build:
         if end.exit_code != 0 or end.timed_out:
             raise await _failure(sandbox, made, index, end)
 
-    async def _watch(self, sandbox: AsyncSandbox, made: _Made) -> None:
+    async def _watch(self, sandbox: AsyncSandbox, made: _Made) -> ImageInfo:
         """Wait for the end of another's build.
 
         Raises:
@@ -232,7 +238,7 @@ class _Build:
             SandboxExpired, SandboxLost: The sandbox has ended.
         """
         self._progress("another process builds it")
-        while await self._find(made.name) is None:
+        while (image := await self._find(made.name)) is None:
             steps = [process for process in await sandbox.processes() if process.process_id.startswith("step-")]
             running = next((process for process in steps if process.running), None)
             if running is not None:
@@ -242,8 +248,12 @@ class _Build:
                     continue
             for end in steps:
                 if end.exit_code or end.timed_out:
+                    if end.signal == signal.SIGKILL and not (end.timed_out or end.oom_killed):
+                        # Most likely with its builder, so that it says nothing about the step.
+                        raise SandboxExpired(f"the build in {sandbox.id} was given up", sandbox_id=sandbox.id)
                     raise await _failure(sandbox, made, int(end.process_id.removeprefix("step-")), end)
             await asyncio.sleep(_POLL_S)
+        return image
 
 
 async def _put(sandbox: AsyncSandbox, made: _Made, index: int, step: Put) -> None:
@@ -286,9 +296,9 @@ async def _tail(sandbox: AsyncSandbox, process_id: str) -> str:
 # Names
 
 
-def _plan(recipe: Recipe, images: list[ImageInfo]) -> _Made:
+def plan(recipe: Recipe, images: list[ImageInfo]) -> _Made:
     """The names of what there is to build. Reads every source, so that a missing one is said before anything starts."""
-    base = _plan(recipe.base, images) if isinstance(recipe.base, Recipe) else _resolve(recipe.base, images)
+    base = plan(recipe.base, images) if isinstance(recipe.base, Recipe) else _resolve(recipe.base, images)
     content = {
         "format": FORMAT,
         "base": base.name if isinstance(base, _Made) else base.digest,
