@@ -1,0 +1,260 @@
+"""Grades a patch by the task's own tests, in a fresh environment.
+
+Both patches meet as git trees, where nothing in a work tree can be in the way: base with the agent's patch, and over it
+the tests as base and the test patch have them, so that what the agent did to them is lost. Only the files in which the
+result differs from base are then written. The tests' report is asked for under a name, in a folder, that exist only
+from then on.
+
+The code under test runs in the test runner's own process, in every format of this kind. It can't reach other gradings
+or the platform, but it could write the report itself: each verdict is `exposed`, and the evidence names the files of
+the patch that a test runner takes orders from.
+"""
+
+import secrets
+import shlex
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from barchan.errors import BarchanError, TaskError
+from barchan.model.sandbox import ExecResult
+from barchan.model.verdict import Cause, Evidence, Verdict
+from barchan.rollout.graders.base import Artifact, Grading
+from barchan.rollout.graders.junit import BadReport, Outcome, files_of, outcomes, parse_junit
+from barchan.rollout.ports import Files, Sandbox
+from barchan.rollout.task import PatchArtifact, TestsGrader
+from barchan.rollout.tools.base import is_guests_doing
+from barchan.rollout.verdict import scored, void
+
+REPORT_BYTES_MAX = 32 << 20
+OUTPUT_BYTES_MAX = 64 << 10
+NAMES_BYTES_MAX = 1 << 20
+APPLY_TIMEOUT_S = 300.0
+IDS_TOLD = 20
+TAIL_CHARS = 1500
+
+# What a test runner, or the interpreter under it, reads by itself.
+_STEERING = """
+    .coveragerc .gitattributes .pytest.ini conftest.py noxfile.py pyproject.toml pytest.ini pytest.toml setup.cfg
+    setup.py sitecustomize.py tox.ini usercustomize.py
+"""
+STEERING = frozenset(_STEERING.split())
+SHADOWED = frozenset({"_pytest", "pluggy", "pytest", "unittest"})  # such a module comes before the installed one
+
+NO_GIT, NO_BASE, BAD_TESTS, BAD_PATCH = 40, 41, 42, 43
+TASK_FAULTS = {NO_GIT: "its image has no git", NO_BASE: "no such base", BAD_TESTS: "the test patch does not fit base"}
+# $1: folder of tests.patch and agent.patch; $2: base; the rest: files of tests. Prints what the agent has changed.
+APPLY = r"""
+work=$1 base=$2; shift 2
+export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_LITERAL_PATHSPECS=1 LC_ALL=C
+command -v git >/dev/null || exit 40
+git() { command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false "$@"; }
+differs() { git diff-tree -r --no-renames "$@"; }
+
+top=$(git rev-parse --show-toplevel) && cd "$top" && base=$(git rev-parse --verify "$base^{commit}") || exit 41
+for name in tests agent; do
+    export GIT_INDEX_FILE="$work/$name.index"
+    git read-tree "$base" || exit 44
+    [ -s "$work/$name.patch" ] || continue
+    if ! git apply --cached --check --whitespace=nowarn "$work/$name.patch"; then
+        [ $name = tests ] && exit 42 || exit 43
+    fi
+    git apply --cached --whitespace=nowarn "$work/$name.patch" || exit 44
+done
+tests=$(GIT_INDEX_FILE="$work/tests.index" git write-tree) || exit 44
+{
+    differs "$base" "$tests" | sed 's/^:[0-7]* \([0-7]*\) [0-9a-f]* \([0-9a-f]*\) [A-Z][0-9]*/\1 \2/'
+    [ $# = 0 ] || git ls-tree "$tests" -- "$@"
+} >"$work/index-info" && git update-index --replace --index-info <"$work/index-info" || exit 44
+final=$(git write-tree) || exit 44
+
+differs -z --name-only --diff-filter=D "$base" "$final" >"$work/gone" || exit 44
+xargs -0 -r rm -f -- <"$work/gone" || exit 44
+differs -z --name-only --diff-filter=d "$base" "$final" >"$work/there" || exit 44
+git checkout-index -f -z --stdin <"$work/there" || exit 44
+differs -z --name-only "$tests" "$final" || exit 44
+"""
+
+
+class TestRun(Struct, frozen=True, kw_only=True):
+    """What is known of one run of the tests.
+
+    Attributes:
+        applied: How putting the patches in place ended.
+        steering: Files that the agent has changed and a test runner takes orders from.
+        end: How the command ended; None where it was not run.
+        outcomes: By test id, where there is a report.
+        no_report: Why there is none.
+    """
+
+    applied: ExecResult
+    steering: tuple[str, ...] = ()
+    end: ExecResult | None = None
+    outcomes: Mapping[str, Outcome] = {}
+    no_report: str = ""
+
+
+class TestsGrading:
+    """Runs the tests of a `TestsGrader`.
+
+    Raises:
+        TaskError: It names no test.
+    """
+
+    def __init__(self, spec: TestsGrader) -> None:
+        if not spec.fail_to_pass and not spec.pass_to_pass:
+            raise TaskError("a grader by tests has no test to look at")
+        self._spec = spec
+        self._ids = tuple(dict.fromkeys((*spec.fail_to_pass, *spec.pass_to_pass)))
+
+    async def grade(self, grading: Grading, artifact: Artifact) -> Verdict:
+        return tests_verdict(self._spec, await self.run(grading, artifact))
+
+    async def run(self, grading: Grading, artifact: Artifact) -> TestRun:
+        """Run the tests over a patch, and tell what became of each.
+
+        Raises:
+            TaskError: The task can't be graded so: no repository, no such base, or a test patch that does not fit it.
+        """
+        task, spec = grading.task, self._spec
+        if artifact.kind != "patch" or not isinstance(task.artifact, PatchArtifact):
+            raise TaskError(f"task {task.task_id}: a grader by tests takes a patch, and no {artifact.kind} artifact")
+        environment = replace(
+            task.environment,
+            recipe=spec.recipe or task.environment.recipe,
+            network="none",
+            allow_hosts=(),
+            services=(),
+        )
+        async with grading.sandboxes.opened("grader", environment) as sandbox:
+            applied = await self._apply(sandbox, task.artifact, artifact.data)
+            if applied.exit_code in TASK_FAULTS:
+                what, said = TASK_FAULTS[applied.exit_code], applied.error_text.strip()[-400:]
+                raise TaskError(f"task {task.task_id}: {what}: {said}")
+            if not applied.ok:
+                return TestRun(applied=applied)
+            return await self._test(sandbox, task.artifact.repo, applied)
+
+    async def _apply(self, sandbox: Sandbox, spec: PatchArtifact, patch: bytes) -> ExecResult:
+        """As the environment's user, whose files they become."""
+        work = f"/tmp/barchan-{secrets.token_hex(8)}"
+        await sandbox.files.mkdir(work, mode=0o700)
+        for name, data in (("agent", patch), ("tests", self._spec.test_patch.encode())):
+            await sandbox.files.write(f"{work}/{name}.patch", data if data.strip() else b"")
+        arguments = ("sh", "-c", APPLY, "apply", work, spec.base, *files_of(self._ids))
+        applied = await sandbox.exec(
+            arguments, cwd=spec.repo, timeout_s=APPLY_TIMEOUT_S, max_output_bytes=NAMES_BYTES_MAX
+        )
+        await sandbox.files.remove(work, recursive=True)
+        return applied
+
+    async def _test(self, sandbox: Sandbox, repo: str, applied: ExecResult) -> TestRun:
+        spec = self._spec
+        files = sandbox.files.as_user(spec.user)
+        folder = f"/tmp/barchan-{secrets.token_hex(16)}"
+        await files.mkdir(folder, mode=0o700)
+        report = f"{folder}/{secrets.token_hex(16)}.xml"
+        tests = " ".join(shlex.quote(name) for name in files_of(self._ids))
+        end = await sandbox.exec(
+            spec.command.replace("{tests}", tests).replace("{junit}", report),
+            user=spec.user,
+            cwd=repo,
+            env=spec.env,
+            merge_stderr=True,
+            timeout_s=spec.timeout_s,
+            max_output_bytes=OUTPUT_BYTES_MAX,
+        )
+        found, why = await _report(sandbox, files, report)
+        run = TestRun(applied=applied, steering=steering_of(applied.stdout), end=end, no_report=why)
+        if found is None:
+            return run
+        try:
+            return replace(run, outcomes=outcomes(parse_junit(found), self._ids))
+        except BadReport as error:
+            return replace(run, no_report=f"malformed: {error}")
+
+
+async def _report(sandbox: Sandbox, files: Files, path: str) -> tuple[bytes | None, str]:
+    """The report's bytes, or why there are none."""
+    try:
+        data = await files.read(path, length=REPORT_BYTES_MAX + 1)
+    except BarchanError as error:
+        if not await is_guests_doing(sandbox, error):
+            raise
+        return None, f"missing: {error}"
+    return (None, f"malformed: more than {REPORT_BYTES_MAX} bytes") if len(data) > REPORT_BYTES_MAX else (data, "")
+
+
+def steering_of(names: bytes) -> tuple[str, ...]:
+    """Those of NUL-separated paths that a test runner, or the interpreter under it, takes orders from."""
+    paths = [PurePosixPath(name) for name in names.decode("utf-8", "replace").split("\0") if name]
+    return tuple(
+        str(path)
+        for path in paths
+        if path.name in STEERING or path.suffix == ".pth" or not SHADOWED.isdisjoint((path.stem, *path.parent.parts))
+    )
+
+
+def tests_verdict(spec: TestsGrader, run: TestRun) -> Verdict:
+    """1 where every test of both lists passed, else 0. A test that had passed may also be expected to fail."""
+    end = run.end
+    if end is None:
+        verdict = _not_applied(run.applied)
+    elif end.timed_out or run.no_report:
+        cause: Cause = "reward_malformed" if run.no_report.startswith("malformed") else "reward_missing"
+        verdict = void("platform", "grader_timeout" if end.timed_out else cause, _facts(run, end))
+    else:
+        verdict = _counted(spec, run, end)
+    return replace(verdict, exposed=True)
+
+
+def _not_applied(applied: ExecResult) -> Verdict:
+    said = Evidence(source="git", fact="the patch does not apply", value=applied.error_text.strip()[-TAIL_CHARS:])
+    if applied.exit_code == BAD_PATCH and not applied.timed_out:
+        return scored(0.0, "completed", False, (said,))
+    if applied.oom_killed:
+        said = Evidence(source="git, kernel's memory counter", fact="oom_killed", value=True)
+    return void("platform", "grader_timeout" if applied.timed_out else "grader_crash", (said,))
+
+
+def _counted(spec: TestsGrader, run: TestRun, end: ExecResult) -> Verdict:
+    f2p = [test_id for test_id in spec.fail_to_pass if run.outcomes[test_id] == "passed"]
+    p2p = [test_id for test_id in spec.pass_to_pass if run.outcomes[test_id] in ("passed", "xfailed")]
+    lacking = {*spec.fail_to_pass} - {*f2p} | {*spec.pass_to_pass} - {*p2p}
+    others = [test_id for test_id in run.outcomes if test_id in lacking]
+    evidence = [
+        Evidence(source="tests", fact=f"not passed, {run.outcomes[test_id]}", value=test_id[:400])
+        for test_id in others[:IDS_TOLD]
+    ]
+    if len(others) > IDS_TOLD:
+        evidence.append(Evidence(source="tests", fact="not passed, further ones", value=len(others) - IDS_TOLD))
+    metrics = {
+        "f2p_passed": len(f2p),
+        "f2p_total": len(spec.fail_to_pass),
+        "p2p_passed": len(p2p),
+        "p2p_total": len(spec.pass_to_pass),
+        "runner_files": len(run.steering),
+    }
+    reward = 0.0 if others else 1.0
+    evidence += _facts(run, end)
+    return scored(reward, "completed", False, tuple(evidence)).with_metrics(
+        {name: float(count) for name, count in metrics.items()}
+    )
+
+
+def _facts(run: TestRun, end: ExecResult) -> tuple[Evidence, ...]:
+    source = "tests' command"
+    facts = [Evidence(source=source, fact="exit_code", value=end.exit_code)]
+    if end.timed_out:
+        facts.append(Evidence(source=source, fact="timed_out", value=True))
+    if end.oom_killed:
+        facts.append(Evidence(source=f"{source}, kernel's memory counter", fact="oom_killed", value=True))
+    if run.no_report:
+        facts.append(Evidence(source="report", fact="none", value=run.no_report[:400]))
+    if run.steering:
+        facts.append(Evidence(source="patch", fact="files that steer the runner", value=", ".join(run.steering)[:400]))
+    if run.no_report or end.timed_out or any(outcome != "passed" for outcome in run.outcomes.values()):
+        facts.append(Evidence(source=source, fact="output", value=end.text.strip()[-TAIL_CHARS:]))
+    return tuple(facts)
