@@ -18,6 +18,7 @@ from barchan.rollout.graders.base import Artifact
 from barchan.rollout.grading import GradeJob
 from barchan.rollout.limits import Meter
 from barchan.rollout.logged import FencedLog, LoggedSandbox, logged
+from barchan.rollout.oracle import ORACLE, put_oracle_files
 from barchan.rollout.pipeline import GradingPipeline
 from barchan.rollout.ports import Client, Log, NoLog, Sandbox
 from barchan.rollout.prompts import NO_CALL, opening
@@ -136,6 +137,8 @@ class Rollout:
             self._enter_sandbox(sandbox)
             state.enter("setup")
             await start_services(sandbox, environment.services, self._log)
+            if self._policy_name == ORACLE:
+                await put_oracle_files(sandbox, self.task)
         except Exception as error:
             await self.end(verdict_of_error(error, state.stage))
         else:

@@ -15,6 +15,7 @@ from barchan.rollout.artifact import take, ungraded
 from barchan.rollout.graders import grader_of
 from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.logged import logged
+from barchan.rollout.oracle import put_oracle_files
 from barchan.rollout.ports import Log, NoLog
 from barchan.rollout.sandboxes import Sandboxes
 from barchan.rollout.services import start_services
@@ -136,6 +137,7 @@ async def _of_oracle(job: GradeJob, grading: Grading) -> Verdict:
     task = job.task
     async with job.sandboxes.opened("control", task.environment) as sandbox:
         await start_services(sandbox, task.environment.services, NoLog())
+        await put_oracle_files(sandbox, task)
         workspace, toolbox = Workspace(sandbox, task.limits.output_chars_max), Toolbox(task)
         for call in task.oracle:
             if (await toolbox.call(workspace, call, task.limits.call_s_max)).submits:

@@ -9,6 +9,7 @@ import msgspec
 
 from barchan.errors import InvalidSpec, TaskError
 from barchan.rollout.calls import Observation, ToolCall
+from barchan.rollout.oracle import ORACLE
 from barchan.rollout.policies.base import Step
 from barchan.rollout.task import Task
 
@@ -16,7 +17,7 @@ from barchan.rollout.task import Task
 class OraclePolicy:
     """Does what is known to be good: anything but 1.0 is our fault or the task's."""
 
-    name = "oracle"
+    name = ORACLE
 
     async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
         if not task.oracle:
