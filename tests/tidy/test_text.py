@@ -17,7 +17,13 @@ LOCAL = re.compile(
     rf"|{re.escape(str(ROOT))}/\w"
 )
 # Only what a person starts reads the environment: everything else takes arguments.
-ENVIRONMENT_READERS = (PACKAGE / "cli", ROOT / "tests", ROOT / "scripts", ROOT / "hatch_build.py")
+ENVIRONMENT_READERS = (
+    PACKAGE / "cli",
+    PACKAGE / "rollout" / "graders" / "judge.py",  # a task names its judge's key, which must be in no file
+    ROOT / "tests",
+    ROOT / "scripts",
+    ROOT / "hatch_build.py",
+)
 
 
 def lines_matching(pattern: re.Pattern[str]) -> list[str]:

@@ -19,7 +19,7 @@ def grader_of(spec: GraderSpec) -> Grader:
     """The grader of a task's spec; its module is imported when a task asks for it.
 
     Raises:
-        InvalidSpec: The spec names something that is not there.
+        TaskError: The spec can't give a reward, or names something that is not there.
     """
     module, _, name = GRADERS[type(spec)].partition(":")
     return cast(Grader, getattr(import_module(f"{__name__}.{module}"), name)(spec))
