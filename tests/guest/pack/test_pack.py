@@ -178,6 +178,7 @@ def test_depth_is_bounded(tmp_path: Path, pack: Pack) -> None:
         here = below
     os.close(here)
     done = pack(tree, tmp_path / "image")
+    subprocess.run(["rm", "-r", tree], check=True)  # pytest can't: it would go down by recursion, in a later session
     assert (done.returncode, done.stderr) == (TREE, "directories more than 2048 deep\n")
 
 
