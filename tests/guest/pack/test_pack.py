@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
