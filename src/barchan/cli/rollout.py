@@ -56,6 +56,7 @@ def rollout(
     tool_format: Literal["openai", "text"] = "openai",
     max_turns: Count | None = None,
     max_tokens: Count | None = None,
+    turn_tokens: Count | None = None,
     temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
     seed: int | None = None,
     script: Path | None = None,
@@ -133,6 +134,9 @@ def rollout(
     max_tokens
         Completion tokens of one rollout.
         [default: the task's; humaneval: 512 for each turn]
+    turn_tokens
+        chat: completion tokens of one answer. [default: what is left of the
+        rollout's]
     temperature
         chat: sampling temperature.
     seed
@@ -157,6 +161,7 @@ def rollout(
         script=script,
         max_turns=max_turns,
         max_tokens=max_tokens,
+        turn_tokens=turn_tokens,
     )
     found = load_set(tasks, SetOptions(repos, key_values(base, "--base"), os.environ))
     chosen = TaskSet(found.name, limited(_chosen(found.tasks, task, limit), options))
@@ -204,6 +209,7 @@ def _info(settings: RunSettings, task_set: str, options: PolicyOptions) -> RunIn
             "--tool-format": options.tool_format,
             "--max-turns": options.max_turns,
             "--max-tokens": options.max_tokens,
+            "--turn-tokens": options.turn_tokens,
             "--temperature": options.temperature,
             "--seed": options.seed,
             "--script": None if options.script is None else sha256(options.script.read_bytes()).hexdigest(),

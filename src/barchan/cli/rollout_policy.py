@@ -44,6 +44,7 @@ class PolicyOptions:
     script: Path | None
     max_turns: int | None
     max_tokens: int | None
+    turn_tokens: int | None
 
 
 def limited(tasks: list[Task], options: PolicyOptions) -> list[Task]:
@@ -76,9 +77,10 @@ def policy_of(options: PolicyOptions, tasks: list[Task]) -> Callable[[], Abstrac
 
 
 def _check_belonging(options: PolicyOptions) -> None:
-    of_chat = (options.base_url, options.model, options.seed, None if options.tool_format == "openai" else "text")
+    tool_format = None if options.tool_format == "openai" else "text"
+    of_chat = (options.base_url, options.model, options.seed, options.turn_tokens, tool_format)
     if options.policy != "chat" and any(value is not None for value in of_chat):
-        raise InvalidSpec("--base-url, --model, --seed and --tool-format belong to --policy chat")
+        raise InvalidSpec("--base-url, --model, --seed, --turn-tokens and --tool-format belong to --policy chat")
     if (options.policy == "script") != (options.script is not None):
         raise InvalidSpec("--policy script needs --script FILE, and --script belongs to it")
 
@@ -94,6 +96,7 @@ def _chat_settings(options: PolicyOptions) -> ChatSettings:
         temperature=options.temperature,
         seed=options.seed,
         api_key=options.api_key,
+        turn_tokens_max=options.turn_tokens,
     )
 
 

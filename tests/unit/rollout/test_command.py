@@ -42,6 +42,7 @@ pytestmark = pytest.mark.timeout(30)
         ["--refill", "-1"],
         ["--graders", "0"],
         ["--tool-format", "text"],
+        ["--turn-tokens", "5"],
         ["--policy", "chat", "--base-url", "http://x", "--model", "m", "--tool-format", "xml"],
         ["--task", "HumanEval/0", "--task", "HumanEval/999"],
         ["--repos", "."],
@@ -122,7 +123,7 @@ def test_limits_are_the_tasks_unless_asked_for(
 
 
 def options(**given: Any) -> PolicyOptions:
-    names = ("base_url", "model", "seed", "api_key", "script", "max_turns", "max_tokens")
+    names = ("base_url", "model", "seed", "api_key", "script", "max_turns", "max_tokens", "turn_tokens")
     return PolicyOptions(**{**dict.fromkeys(names), "tool_format": "openai", "temperature": 0.0, **given})
 
 
