@@ -7,6 +7,7 @@ enters a grader's is checked (what may not travel is refused), since the tar may
 import io
 import tarfile
 from collections.abc import Iterator, Sequence
+from copy import copy
 
 from msgspec import Struct
 
@@ -69,20 +70,20 @@ def unpacked(data: bytes, paths: Sequence[str], bytes_max: int) -> tuple[Tree, .
         raise InvalidSpec(f"the artifact is no tar: {error}") from error
     if sum(len(content) for _, content in members) > bytes_max:
         raise InvalidSpec(f"the artifact's files are larger than {bytes_max} bytes")
-    trees = []
-    for path in paths:
-        top = path.strip("/")
-        below = [(member, content) for member, content in members if member.name.startswith(f"{top}/")]
-        itself = [(member, content) for member, content in members if member.name == top]
-        if itself and itself[0][0].isreg():
-            trees.append(Tree(path=path, is_folder=False, data=itself[0][1], mode=itself[0][0].mode))
-        elif itself or below:
-            trees.append(Tree(path=path, is_folder=True, data=_tar_below(top, below)))
-    if {member.name for member, _ in members} - {
-        member.name for member, _ in members for path in paths if _is_at(member.name, path.strip("/"))
-    }:
+    tops = {path: path.strip("/") for path in paths}
+    if any(not any(_is_at(member.name, top) for top in tops.values()) for member, _ in members):
         raise InvalidSpec("the artifact holds paths that the task does not declare")
-    return tuple(trees)
+    return tuple(tree for path, top in tops.items() if (tree := _tree(path, top, members)) is not None)
+
+
+def _tree(path: str, top: str, members: list[tuple[tarfile.TarInfo, bytes]]) -> Tree | None:
+    itself = next(((member, content) for member, content in members if member.name == top), None)
+    if itself is not None and itself[0].type == tarfile.REGTYPE:
+        return Tree(path=path, is_folder=False, data=itself[1], mode=itself[0].mode)
+    if itself is not None and not itself[0].isdir():
+        raise InvalidSpec(f"the artifact's entry {top[:200]!r} is neither file nor folder")
+    below = [(member, content) for member, content in members if member.name.startswith(f"{top}/")]
+    return Tree(path=path, is_folder=True, data=_tar_below(top, below)) if itself or below else None
 
 
 def _is_at(name: str, top: str) -> bool:
@@ -93,10 +94,11 @@ def _tar_below(top: str, members: list[tuple[tarfile.TarInfo, bytes]]) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for member, content in members:
-            member.name = member.name[len(top) + 1 :]
-            if why := _why_refused(member):
+            moved = copy(member)
+            moved.name = member.name[len(top) + 1 :]
+            if why := _why_refused(moved):
                 raise InvalidSpec(f"the artifact's entry {member.name[:200]!r} {why}")
-            tar.addfile(member, io.BytesIO(content))
+            tar.addfile(moved, io.BytesIO(content))
     return out.getvalue()
 
 
