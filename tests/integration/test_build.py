@@ -8,16 +8,17 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import barchan
 from barchan.errors import InvalidSpec, NotFound, TaskError
-from barchan.image.store import ImageStore
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.build import PREFIX, build
 from barchan.sdk.dockerfile import load_dockerfile
 from barchan.sdk.recipe import Put, Recipe, Run
 from tests.nodes import NodeProcess
+from tests.stores import copy_base
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.requires("root", "cgroup", "userns", "mkfs.btrfs")]
 
@@ -44,14 +45,7 @@ asyncio.run(main())
 @pytest.fixture(scope="module")
 def node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     """A node with an image store of its own, which starts with the base image."""
-    machine, own = ImageStore(images), tmp_path_factory.mktemp("store")
-    template = machine.resolve("debian")
-    for folder in ("templates", "layers"):
-        (own / folder).mkdir()
-    subprocess.run(["cp", "-a", images / "templates/debian.json", own / "templates"], check=True)
-    for layer in template.layers:
-        subprocess.run(["cp", "-a", machine.layer_path(layer), own / "layers"], check=True)
-    node = NodeProcess(tmp_path_factory.mktemp("node"), own)
+    node = NodeProcess(tmp_path_factory.mktemp("node"), copy_base(images, tmp_path_factory.mktemp("store") / "images"))
     node.start()
     yield node
     assert node.end() == []
@@ -73,8 +67,6 @@ async def left(client: AsyncClient) -> list[str]:
 
 
 def start(node: NodeProcess, recipe: Recipe) -> subprocess.Popen[str]:
-    import msgspec
-
     argv = [sys.executable, "-c", BUILDER, str(node.state_dir), msgspec.json.encode(recipe).decode()]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
 
