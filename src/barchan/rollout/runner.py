@@ -133,7 +133,7 @@ class Runner:
     @property
     def waits(self) -> Waits:
         """What the opening of rollouts has waited for so far."""
-        return Waits(**{f"{name}_s": round(seconds, 3) for name, seconds in self._waited_s.items()})
+        return Waits(**{f"{name}_s": round(seconds, 6) for name, seconds in self._waited_s.items()})
 
     @property
     def activity(self) -> str:

@@ -494,6 +494,7 @@ async def test_an_environment_that_is_not_ready_holds_no_agents_place(monkeypatc
 
     async def build(client: FakeClient, recipe: Recipe) -> str:
         await until(lambda: len(records) == 2)
+        await asyncio.sleep(0.02)
         return "made"
 
     monkeypatch.setattr("barchan.sdk.build.build", build)
