@@ -24,8 +24,9 @@ IMAGE_BASE = "refs/barchan/base"
 # Nobody in a sandbox can give files away: the user makes the folder where everybody may, and root moves it.
 LEND = "mkdir -m 777 /tmp/lent /tmp/lent/repository"
 PLACE = "mkdir -p {parent} && mv -T /tmp/lent/repository {workdir}"
-# The index is made here, since it holds inode numbers.
-PREPARE = "chmod 755 . && rmdir /tmp/lent && git reset --quiet"
+# The index is made here, since it holds inode numbers; not by a reset, which would leave a reflog.
+MAKE_INDEX = "git read-tree HEAD && git update-index -q --refresh"
+PREPARE = f"chmod 755 . && rmdir /tmp/lent && {MAKE_INDEX}"
 # What the installs left in the work tree is no part of a patch.
 FINISH = (
     "mkdir -p .git/info && git ls-files --others --exclude-standard --directory | sed 's|^|/|' >> .git/info/exclude"
@@ -43,7 +44,7 @@ git -C "$new" -c core.logAllRefUpdates=false update-ref "$(git -C "$new" symboli
 rm -rf .git "$new/.git/FETCH_HEAD"
 mv "$new/.git" .git
 rmdir "$new"
-git reset --quiet
+{make_index}
 """
 
 
@@ -170,6 +171,7 @@ def _on_image(row: SweRow) -> Recipe:
         email=swe_git.EMAIL,
         message=shlex.quote(swe_git.MESSAGE),
         ref=IMAGE_BASE,
+        make_index=MAKE_INDEX,
     )
     steps = tuple(Run(command=command, user=row.user, cwd=row.workdir) for command in (reroot, FINISH))
     return Recipe(base=row.image, steps=steps, user=row.user, workdir=row.workdir)
