@@ -25,7 +25,7 @@ from barchan.rollout.policies import ChatPolicy, ChatSettings
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.runner import Runner
 from barchan.rollout.settings import RunSettings
-from barchan.rollout.store import RunFolder, read_rollouts
+from barchan.rollout.store import RunFolder, RunInfo, read_rollouts
 from barchan.rollout.task import Task
 from barchan.rollout.tasksets import humaneval
 from barchan.sdk.aio.client import AsyncClient
@@ -330,7 +330,10 @@ async def chatted(client: AsyncClient, base_url: str, task: Task, out: Path, **o
     fast: dict[str, Any] = {"wait_s_first": 0.01, "wait_s_max": 0.05, "attempts_max": 3, **options}
     async with aiohttp.ClientSession() as session:
         policy = ChatPolicy(session, ChatSettings(base_url=base_url, model="mock", **fast))
-        with RunFolder(out, run_id="tools", policy="chat", version="0") as folder:
+        info = RunInfo(
+            run_id="tools", task_set="one", policy="chat", settings={}, barchan_version="0", started_unix_s=0.0
+        )
+        with RunFolder.create(out, info, [task]) as folder:
             await Runner(client, [task], policy, settings(), records.append, open_log=folder.open_log).run()
     (record,) = records
     assert verify(log_path(out, record.rollout_id)).ok
@@ -471,8 +474,8 @@ PAGE = Path(__file__).parents[2] / "docs/rollouts.md"
 
 
 def test_the_examples_of_the_page_run(node: NodeProcess, tmp_path: Path) -> None:
-    """Both programs of docs/rollouts.md do what they say there."""
-    policy, by_hand = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    """The programs of docs/rollouts.md do what they say there."""
+    policy, trainer, by_hand, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "mine.py").write_text(policy)
     (tmp_path / "hand.py").write_text(
         by_hand.replace("connect_async()", f"connect_async(state_dir={str(node.state_dir)!r})")
@@ -482,6 +485,10 @@ def test_the_examples_of_the_page_run(node: NodeProcess, tmp_path: Path) -> None
     done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["turns"] == 2
+    (tmp_path / "trainer.py").write_text(trainer.replace("runs/a", "r"))
+    done = subprocess.run([sys.executable, "trainer.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("[1.0] [0.0] [False] [False]\n")
     done = subprocess.run([sys.executable, "hand.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "completed scored 1.0"
