@@ -5,7 +5,7 @@ from typing import Any
 
 from barchan.rollout.calls import call_to
 from barchan.rollout.graders.base import Artifact
-from barchan.rollout.task import Environment, FileArtifact, PythonGrader, Task
+from barchan.rollout.task import Environment, FileArtifact, FilesArtifact, PythonGrader, Task
 from barchan.sdk.recipe import Recipe, Run
 
 BUILT = Recipe(base="debian", steps=(Run(command="echo 41 > /opt/number"),))
@@ -18,6 +18,11 @@ def tasks() -> list[Task]:
 
 def with_a_broken_one() -> list[Task]:
     return [made(0, BROKEN), *tasks()[1:]]
+
+
+def with_files() -> list[Task]:
+    grader = PythonGrader(function="tests.integration.runner_tasks:holds_it")
+    return [made(0, artifact=FilesArtifact(paths=("answer.txt",)), grader=grader)]
 
 
 def made(number: int, recipe: Recipe | None = None, **fields: Any) -> Task:
@@ -37,3 +42,7 @@ def made(number: int, recipe: Recipe | None = None, **fields: Any) -> Task:
 
 def is_right(task: Task, artifact: Artifact) -> Mapping[str, float]:
     return {"reward": float(artifact.data.strip() == b"42"), "bytes": len(artifact.data)}
+
+
+def holds_it(task: Task, artifact: Artifact) -> float:
+    return float(b"42\n" in artifact.data)

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,29 @@ from barchan.rollout.policies import OraclePolicy, Policy, Step
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.runner import Runner
 from barchan.rollout.settings import RunSettings
-from barchan.rollout.store import read_rollouts
+from barchan.rollout.store import artifact_path, read_rollouts
 from barchan.rollout.task import PythonGrader, Task
 from barchan.sdk.aio.client import AsyncClient
 from barchan.trajectory.reader import verify
 from tests.integration.runner_tasks import made
 from tests.nodes import NodeProcess
+from tests.stores import copy_base
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.requires("root", "cgroup", "userns")]
 
 TASKS = Path(__file__).parent / "runner_tasks.py"
 DEADLINE_S = 120.0
+LEASE_GRACE_S = 20.0  # of the run that is killed here: its lease's, and some
+
+
+@pytest.fixture(scope="module")
+def node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """A node with an image store of its own, for the images that runs build."""
+    node = NodeProcess(tmp_path_factory.mktemp("node"), copy_base(images, tmp_path_factory.mktemp("store") / "images"))
+    node.start()
+    yield node
+    assert node.wait_empty(LEASE_GRACE_S) == []
+    assert node.end() == []
 
 
 @pytest.fixture
@@ -175,6 +188,18 @@ def test_a_task_that_can_not_be_set_up_is_said_once(node: NodeProcess, tmp_path:
     assert (summary["scored"], summary["void_by_cause"]) == (6, {"task_invalid": 2})
     assert run.stderr.count("next-0 can't be set up") == 1
     assert "no luck" in run.stderr
+
+
+def test_an_artifact_of_files_is_kept(node: NodeProcess, tmp_path: Path) -> None:
+    """As a tar in the run's folder, beside the record that can't hold it."""
+    run = done(node, "rollout", "tests.integration.runner_tasks:with_files", "--out", str(tmp_path / "r"))
+    assert run.returncode == 0, run.stderr
+    (record,) = read_rollouts(tmp_path / "r")
+    assert (record.verdict.reward, record.artifact_kind, record.artifact) == (1.0, "files", None)
+    with tarfile.open(artifact_path(tmp_path / "r", record.rollout_id)) as tar:
+        (answer,) = [member for member in tar if member.isfile()]
+        content = tar.extractfile(answer)
+        assert content is not None and (answer.name.endswith("answer.txt"), content.read()) == (True, b"42\n")
 
 
 def test_chosen_tasks_only(node: NodeProcess, tmp_path: Path) -> None:
