@@ -44,6 +44,7 @@ COMMANDS = {
     "kill": ("barchan.cli.kill:kill", "End sandboxes."),
     "up": ("barchan.cli.up:up", "Run a node in the foreground, with an HTTP address."),
     "rollout": ("barchan.cli.rollout:rollout", "Run tasks as rollouts and report their verdicts."),
+    "regrade": ("barchan.cli.regrade:regrade", "Grade finished rollouts again from what they have left."),
     "export": ("barchan.cli.export:export", "Write a run's rollouts as rows for a trainer, with advantages."),
     "trajectory": ("barchan.cli.trajectory:app", "Show, check and export the logs of rollouts."),
     "bench": ("barchan.cli.bench:app", "Measure this machine's sandboxes."),
