@@ -6,6 +6,7 @@ import random
 import socket
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -165,21 +166,27 @@ def test_a_file_without_measure_is_the_trees_fault(tmp_path: Path, pack: Pack) -
     assert f"more than {1 << 30} bytes" in done.stderr
 
 
-def test_depth_is_bounded(tmp_path: Path, pack: Pack) -> None:
-    """As deep as a path can name is fine; deeper is the tree's fault. The way there is longer than any path."""
-    tree = tmp_path / "tree"
+@pytest.fixture
+def deep(tmp_path: Path) -> Iterator[Path]:
+    """A directory for trees too deep for what else removes what tests leave."""
+    tree = tmp_path / "deep"
     tree.mkdir()
-    here = os.open(tree, os.O_RDONLY)
+    yield tree
+    subprocess.run(["rm", "-r", tree], check=True)
+
+
+def test_depth_is_bounded(tmp_path: Path, pack: Pack, deep: Path) -> None:
+    """As deep as a path can name is fine; deeper is the tree's fault. The way there is longer than any path."""
+    here = os.open(deep, os.O_RDONLY)
     for depth in range(2, 2050):
         if depth == 2049:
-            assert pack(tree, tmp_path / "deepest").returncode == 0
+            assert pack(deep, tmp_path / "deepest").returncode == 0
         os.mkdir("deep", dir_fd=here)
         below = os.open("deep", os.O_RDONLY, dir_fd=here)
         os.close(here)
         here = below
     os.close(here)
-    done = pack(tree, tmp_path / "image")
-    subprocess.run(["rm", "-r", tree], check=True)  # pytest can't: it would go down by recursion, in a later session
+    done = pack(deep, tmp_path / "image")
     assert (done.returncode, done.stderr) == (TREE, "directories more than 2048 deep\n")
 
 
