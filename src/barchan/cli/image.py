@@ -1,21 +1,23 @@
 """`barchan image`."""
 
+import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from barchan.cli.common import DEFAULTS, OK, Common, human_age, human_bytes, key_values, print_json, print_table
+from barchan.cli.progress import progress
 from barchan.errors import InvalidSpec
 from barchan.image.store import DIGEST_PREFIX_MIN, ImageStore, image_info
 from barchan.image.template import GUEST_PATH, LayerKind, Template, TemplateConfig
+from barchan.sdk.recipe import Recipe
 
 app = App(name="image", help_format="plaintext")
-build_app = App(name="build", help="Build an image.", help_format="plaintext")
+build_app = App(name="build", help_format="plaintext")
 app.command(build_app)
 
 Words = Annotated[tuple[str, ...], Parameter(consume_multiple=False, show_default=False)]
@@ -56,9 +58,73 @@ def debian(
     packages = tuple(sorted({word for words in include for word in words.split(",") if word}))
     spec = DebianSpec(name=name, suite=suite, include=packages)
     store = _store(common)
-    with _progress(f"building {name}") as progress:
-        template = build_debian(store, spec, _layer_kind(), progress, force=force)
+    with progress(f"building {name}") as say:
+        template = build_debian(store, spec, _layer_kind(), say, force=force)
     return _made(template, common)
+
+
+@build_app.default
+def dockerfile(
+    path: Path,
+    /,
+    *,
+    name: str,
+    arg: Words = (),
+    base: Words = (),
+    network: Literal["none", "open"] | None = None,
+    allow: Words = (),
+    common: Common = DEFAULTS,
+) -> int:
+    """Build an image from a Dockerfile, or from a word that names a recipe of
+    ours: debian.
+
+    Steps run in sandboxes of this machine's own node. What is supported of
+    Dockerfiles is in docs/images.md.
+
+    For example:
+
+        barchan image build . --name mine
+        barchan image build ./docker/Dockerfile --name mine --arg VERSION=3
+        barchan image build . --name mine --base python:3.12-slim=debian --network none
+
+    Args:
+        path: A Dockerfile, or the folder that holds it. Its folder is the context.
+        name: Name of the image; an older image of that name is replaced.
+        arg: A build argument, NAME=VALUE; may be repeated.
+        base: The image that FROM means, as FROM=IMAGE; may be repeated.
+        network: What RUN may reach. [default: open]
+        allow: A host that RUN may reach by HTTP and HTTPS, and no other; may be repeated.
+    """
+    from barchan.sdk.dockerfile import load_dockerfile
+
+    if common.node_url is not None:
+        raise InvalidSpec("images are built on this machine's own node: give no --url")
+    if allow and network is not None:
+        raise InvalidSpec("give --network or --allow, not both")
+    TemplateConfig(name=name).check()
+    recipe = load_dockerfile(
+        path / "Dockerfile" if path.is_dir() else path,
+        args=key_values(arg, "--arg"),
+        bases=key_values(base, "--base"),
+        network="allow" if allow else network or "open",
+        allow_hosts=allow,
+    )
+    with progress(f"building {name}") as say:
+        built = asyncio.run(_build(recipe, common.connection, say))
+    store = _store(common)
+    made = store.resolve(built)
+    config = TemplateConfig(
+        name=name, user=made.user, workdir=made.workdir, env=made.env, source=f"dockerfile:{path.absolute()}"
+    )
+    return _made(store.commit(config, made.layers), common)
+
+
+async def _build(recipe: Recipe, connection: Mapping[str, Any], say: Callable[[str], None]) -> str:
+    import barchan
+    from barchan.sdk.build import build
+
+    async with barchan.connect_async(**connection) as client:
+        return await build(client, recipe, progress=say)
 
 
 @app.command(name="import")
@@ -102,8 +168,8 @@ def import_(
         source=f"dir:{tree}",
     )
     store = _store(common)
-    with _progress(f"importing {name}") as progress:
-        template = import_directory(store, tree, config, _layer_kind(), progress)
+    with progress(f"importing {name}") as say:
+        template = import_directory(store, tree, config, _layer_kind(), say)
     return _made(template, common)
 
 
@@ -202,18 +268,3 @@ def _made(template: Template, common: Common) -> int:
     else:
         sys.stdout.write(f"{template.name}  {template.digest}  {human_bytes(template.size_bytes)}\n")
     return OK
-
-
-@contextmanager
-def _progress(title: str) -> Iterator[Callable[[str], None]]:
-    """Show what goes on, on stderr: a line that changes on a terminal, else a line a stage."""
-    if not sys.stderr.isatty():
-        yield lambda stage: print(f"{title}: {stage}", file=sys.stderr, flush=True)
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title)
-        yield lambda stage: bar.update(task, description=f"{title}: {stage}")

@@ -46,6 +46,7 @@ COMMANDS = {
     "rollout": ("barchan.cli.rollout:rollout", "Run tasks as rollouts and report their verdicts."),
     "regrade": ("barchan.cli.regrade:regrade", "Grade finished rollouts again from what they have left."),
     "export": ("barchan.cli.export:export", "Write a run's rollouts as rows for a trainer, with advantages."),
+    "task": ("barchan.cli.task:app", "Check and prepare the tasks of a set."),
     "trajectory": ("barchan.cli.trajectory:app", "Show, check and export the logs of rollouts."),
     "bench": ("barchan.cli.bench:app", "Measure this machine's sandboxes."),
 }

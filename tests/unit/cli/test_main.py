@@ -143,7 +143,7 @@ def test_images_from_import_to_removal(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "command", [name for name in COMMANDS if name not in ("rollout", "trajectory", "bench", "image")]
+    "command", [name for name in COMMANDS if name not in ("rollout", "task", "trajectory", "bench", "image")]
 )
 def test_help_has_examples_and_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command explains itself with examples that name it, its global options, and what its exit codes mean."""
