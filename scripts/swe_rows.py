@@ -27,7 +27,7 @@ PACKAGE = "nemo-gym==0.7.0"
 MEMBER = "resources_servers/{}/data/example.jsonl"
 DATA_SETS = ("swebench", "swe_rebench", "scale_swe", "swebench_pro", "swe_next", "denovo_swe")
 BASE = "debian-dev"
-WHEELS, VENV = "/opt/wheels", "/home/agent/venv"
+WHEELS, VENV = "/srv/wheels", "/home/agent/venv"
 KEPT = (
     *("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
     *("version", "workdir", "install_config", "pre_commands", "f2p_patch", "f2p_script"),
