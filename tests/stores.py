@@ -6,13 +6,14 @@ from pathlib import Path
 from barchan.image.store import ImageStore
 
 
-def copy_base(machine: Path, to: Path) -> Path:
-    """A new store at `to` with the machine's base image `debian` in it."""
+def copy_base(machine: Path, to: Path, *names: str) -> Path:
+    """A new store at `to` with images of the machine's store in it: the base image `debian`, and those of `names`."""
     store = ImageStore(machine)
-    template = store.resolve("debian")
     for folder in ("templates", "layers"):
         (to / folder).mkdir(parents=True)
-    subprocess.run(["cp", "-a", machine / "templates/debian.json", to / "templates"], check=True)
-    for layer in template.layers:
-        subprocess.run(["cp", "-a", store.layer_path(layer), to / "layers"], check=True)
+    for name in ("debian", *names):
+        template = store.resolve(name)
+        subprocess.run(["cp", "-a", machine / f"templates/{name}.json", to / "templates"], check=True)
+        for layer in template.layers:
+            subprocess.run(["cp", "-a", store.layer_path(layer), to / "layers"], check=True)
     return to

@@ -4,7 +4,7 @@ import itertools
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,13 @@ from barchan.rollout.task import TestsGrader as Spec
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.recipe import Put, Recipe, Run
 from tests.nodes import NodeProcess
+from tests.stores import copy_base
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.requires("root", "cgroup", "userns")]
 
 REPO = "/home/agent/repo"
+IMAGE = "debian-pytest"
+LEASE_GRACE_S = 15.0
 BASE: dict[str, str | None] = {
     "calc/__init__.py": "def add(a, b):\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n",
     "notes.txt": "one\n",
@@ -100,24 +103,29 @@ def patch(origin: Path, files: Mapping[str, str | None]) -> bytes:
         git(origin, "clean", "-fdq")
 
 
-@pytest.fixture(scope="session")
-def image(images: Path) -> str:
-    """A base image with git and pytest (built if it is not there)."""
+@pytest.fixture(scope="module")
+def node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """A node with an image store of its own, with a base image that has git and pytest (built if it is not there)."""
     try:
-        ImageStore(images).resolve("debian-pytest")
+        ImageStore(images).resolve(IMAGE)
     except NotFound:
-        words = ("image", "build", "debian", "--name", "debian-pytest", "--include", "git,python3-pytest")
+        words = ("image", "build", "debian", "--name", IMAGE, "--include", "git,python3-pytest")
         subprocess.run([sys.executable, "-m", "barchan.cli", *words], check=True)
-    return "debian-pytest"
+    store = copy_base(images, tmp_path_factory.mktemp("store") / "images", IMAGE)
+    node = NodeProcess(tmp_path_factory.mktemp("node"), store)
+    node.start()
+    yield node
+    assert node.wait_empty(LEASE_GRACE_S) == []
+    assert node.end() == []
 
 
 @pytest.fixture(scope="session")
-def the_task(image: str, origin: Path) -> Task:
+def the_task(origin: Path) -> Task:
     """Its environment has also run what leaves its mark on the work tree, as installations do."""
     commit = "git init -q . && git add -A && git -c user.name=t -c user.email=t@t commit -qm base"
     marks = "mkdir made.egg-info && echo 1 >made.egg-info/PKG-INFO && echo two >>notes.txt"
     recipe = Recipe(
-        base=image,
+        base=IMAGE,
         steps=(
             *(Put(path=f"{REPO}/{name}", data=(text or "").encode(), user="agent") for name, text in BASE.items()),
             Run(command=f"{commit} && {marks}", cwd=REPO, user="agent"),
