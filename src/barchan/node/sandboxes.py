@@ -426,12 +426,12 @@ class Sandboxes:
     # housekeeping
 
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
-        """Let go of the layers (None: of all) that the image store has no more."""
+        """Let go of those layers (None: of all) that the image store has no more; in a minute again, if that fails."""
         for backend in list(self._backends.values()):
             try:
                 await backend.unmount(digests)
-            except TransportError:  # its supervisor has gone, and the mounts with it
-                continue
+            except BarchanError as error:
+                asyncio.get_running_loop().call_exception_handler({"message": "unmounting failed", "exception": error})
 
     def touch(self) -> None:
         self.last_used = asyncio.get_running_loop().time()

@@ -316,8 +316,14 @@ class ContainerBackend:
 
     async def discard(self, sandbox_id: str) -> None:
         (await self.request("destroy", id=sandbox_id)).close()
-        if self._unwanted:
+        if not self._unwanted:
+            return
+        try:
             await self.unmount(tuple(self._unwanted))
+        except BarchanError as error:  # the sandbox is gone all the same, and every minute they are asked for again
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "unmounting the layers of removed images failed", "exception": error}
+            )
 
     def forget(self, sandbox_id: str) -> None:
         self._handles.pop(sandbox_id, None)
