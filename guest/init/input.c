@@ -117,15 +117,17 @@ void input_event(struct input *input, uint32_t events)
 		pump(input);
 }
 
-/* Take one frame's bytes. Bytes before `accepted` were taken from an earlier frame and are skipped.
+/* Take one frame's bytes. Bytes before `accepted` were taken from an earlier frame and are skipped. A frame without bytes is
+ * a question: it is answered with `accepted`, so that whoever goes on with a stream knows where.
  * Returns 0 when an answer was or will be given, else the errno to answer with. */
 int input_frame(struct input *input, uint32_t tag, uint64_t offset, bool eof, struct span data, bool reply)
 {
 	uint64_t end = offset + data.len, skip;
-	struct input_chunk chunk = {.tag = tag, .reply = reply, .end = end, .eof = eof && !input->eof};
+	struct input_chunk chunk = {.tag = tag, .reply = reply, .eof = eof && !input->eof};
 
 	if (end < offset || offset > input->accepted)
 		return EINVAL;
+	chunk.end = data.len > 0 ? end : input->accepted;
 	skip = min_u64(input->accepted - offset, data.len);
 	if (input->eof && (skip < data.len))
 		return EPIPE;

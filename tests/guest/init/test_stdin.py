@@ -43,6 +43,17 @@ def test_inline_then_frames(connection: Connection) -> None:
     assert connection.wait_exit(handle).out == b"abcdef"
 
 
+def test_a_frame_without_bytes_asks_how_far_the_stream_has_come(connection: Connection) -> None:
+    """Whoever goes on with a stream that another began learns where; it may ask for the end of file as well."""
+    handle, _, _ = connection.start("in", ["cat"], flags=FOLLOWED | STDIN_OPEN)
+    assert connection.stdin(handle, 0, b"") == 0
+    assert connection.stdin(handle, 0, b"hello ") == 6
+    assert connection.stdin(handle, 0, b"") == 6
+    assert connection.stdin(handle, 6, b"world") == 11
+    assert connection.stdin(handle, 0, b"", eof=True) == 11
+    assert connection.wait_exit(handle).out == b"hello world"
+
+
 def test_repeated_bytes_are_taken_once(connection: Connection) -> None:
     """A frame sent again after a lost reply changes nothing; one that leaves a hole is refused."""
     handle, _, _ = connection.start("in", ["cat"], flags=FOLLOWED | STDIN_OPEN)
