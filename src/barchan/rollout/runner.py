@@ -120,8 +120,7 @@ class Runner:
             client,
             settings,
             workers=settings.graders,
-            # Enough that no grader is idle while agents are at work, and no more: what waits is held in memory.
-            waiting_max=settings.graders + settings.concurrency,
+            waiting_max=settings.graders,  # enough that none is idle; what waits beyond that would only grow old
         )
         self._group = asyncio.TaskGroup()
         self._live: dict[Member, asyncio.Task[None]] = {}

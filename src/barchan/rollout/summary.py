@@ -128,12 +128,12 @@ class Tally:
 
     @property
     def rows(self) -> list[TaskRow]:
-        """The tasks, in the order in which they came up."""
-        return [task.row for task in self._tasks.values()]
+        """The tasks, in the order of their set."""
+        return [task.row for task in sorted(self._tasks.values(), key=lambda task: task.group_index)]
 
     def add(self, record: RolloutRecord) -> None:
         verdict = record.verdict
-        task = self._tasks.setdefault(record.task_id, TaskTally(record.task_id))
+        task = self._tasks.setdefault(record.task_id, TaskTally(record.task_id, record.group_index))
         place = (record.group_index, record.task_id, record.sample_index)
         if record.attempt:
             self._take_back(place, task)

@@ -31,10 +31,11 @@ class TaskRow(Struct, frozen=True, kw_only=True):
 
 
 class TaskTally:
-    """Counts the attempts at one task."""
+    """Counts the attempts at one task. `group_index`: of its first group, which is its place in the set."""
 
-    def __init__(self, task_id: str) -> None:
+    def __init__(self, task_id: str, group_index: int) -> None:
         self.task_id = task_id
+        self.group_index = group_index
         self.counts = {"scored": 0, "void": 0, "cancelled": 0}
         self.rewards: list[float] = []
         self._truncated = 0

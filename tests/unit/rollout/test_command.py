@@ -41,6 +41,7 @@ pytestmark = pytest.mark.timeout(30)
         ["--over-sample", "-1"],
         ["--refill", "-1"],
         ["--graders", "0"],
+        ["--priority", "101"],
         ["--tool-format", "text"],
         ["--turn-tokens", "5"],
         ["--policy", "chat", "--base-url", "http://x", "--model", "m", "--tool-format", "xml"],
