@@ -11,7 +11,7 @@ from aiohttp import web
 import barchan
 from barchan.rollout.calls import call_to
 from barchan.rollout.graders.base import Artifact
-from barchan.rollout.policies import OraclePolicy
+from barchan.rollout.policies import OraclePolicy, Policy, ScriptPolicy
 from barchan.rollout.ports import Sandbox
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.runner import Runner
@@ -36,8 +36,8 @@ async def client(node: NodeProcess) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def played(client: AsyncClient, task: Task, folder: Path) -> RolloutRecord:
-    """The oracle's rollout of a task, with its log in a run's folder."""
+async def played(client: AsyncClient, task: Task, folder: Path, policy: Policy | None = None) -> RolloutRecord:
+    """The oracle's rollout of a task, or another policy's, with its log in a run's folder."""
     info = RunInfo(
         run_id=f"kinds-{time.monotonic_ns()}",
         task_set="kinds",
@@ -49,7 +49,7 @@ async def played(client: AsyncClient, task: Task, folder: Path) -> RolloutRecord
     records: list[RolloutRecord] = []
     settings = RunSettings(run_id=info.run_id, template="debian", memory_mib=256)
     with RunFolder.create(folder, info, [task]) as store:
-        await Runner(client, [task], OraclePolicy(), settings, records.append, open_log=store.open_log).run()
+        await Runner(client, [task], policy or OraclePolicy(), settings, records.append, open_log=store.open_log).run()
     (record,) = records
     return record
 
@@ -75,6 +75,26 @@ async def test_a_function_in_a_sandbox(client: AsyncClient, tmp_path: Path) -> N
     assert (verdict.reward, verdict.metrics, verdict.exposed) == (1.0, {"lines": 1.0}, False), verdict
     assert len(record.grader_sandbox_ids) == 1
     assert record.agent_sandbox_id not in record.grader_sandbox_ids
+
+
+def is_42(task: Task, artifact: Artifact) -> bool:
+    """Raises for what is no number."""
+    return float(artifact.data) == 42
+
+
+async def test_making_the_function_fail_buys_no_void(client: AsyncClient, tmp_path: Path) -> None:
+    """The oracle's artifact is graded as the control; what alone makes the function raise scores 0."""
+    task = Task(
+        task_id="t",
+        instruction="Write 42.",
+        artifact=FileArtifact(path="out/a.txt"),
+        grader=PythonGrader(function=f"{__name__}:is_42"),
+        oracle=ORACLE,
+    )
+    words = ScriptPolicy({"": (call_to("bash", command="mkdir out && echo forty-two >out/a.txt"), call_to("submit"))})
+    verdict = (await played(client, task, tmp_path / "words", words)).verdict
+    assert (verdict.status, verdict.reward, verdict.cause) == ("scored", 0.0, "guest_wrecked"), verdict
+    assert (await played(client, task, tmp_path / "oracle")).verdict.reward == 1.0
 
 
 async def test_a_judges_calls_are_no_turns(client: AsyncClient, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Grading a patch by tests, in real sandboxes with a real repository, git and pytest."""
 
 import itertools
+import random
 import shutil
 import subprocess
 import sys
@@ -299,6 +300,15 @@ async def test_hanging_buys_no_void(client: AsyncClient, the_task: Task, origin:
     assert (verdict.status, verdict.reward, verdict.cause) == ("scored", 0.0, "exec_timeout"), verdict
 
 
+async def test_a_patch_that_fills_the_disk_buys_no_void(client: AsyncClient, the_task: Task, origin: Path) -> None:
+    """What does not fit the grader's sandbox is the patch's own doing."""
+    task = replace(the_task, environment=replace(the_task.environment, disk_mib=8))
+    (origin / "noise").write_bytes(random.Random(1).randbytes(12 << 20))
+    verdict = await decided(client, task, patch(origin, {}))
+    assert (verdict.status, verdict.reward, verdict.cause) == ("scored", 0.0, "guest_wrecked"), verdict
+    assert facts(verdict, "failed"), verdict
+
+
 async def test_a_forged_report_that_is_none(client: AsyncClient, the_task: Task, origin: Path) -> None:
     """A report that is not one is malformed, and undecided like a missing one."""
     code = "import atexit, sys\n(path,) = [w.split('=')[1] for w in sys.argv if 'junit' in w]\n"
@@ -321,6 +331,9 @@ async def test_tasks_that_cant_be_graded(client: AsyncClient, the_task: Task, or
     no_base = replace(the_task, artifact=PatchArtifact(repo=REPO, base="0" * 40))
     with pytest.raises(TaskError, match="no such base"):
         await graded(client, no_base, fixed)
+    no_repo = replace(the_task, artifact=PatchArtifact(repo="/nowhere", base="HEAD"))
+    with pytest.raises(TaskError, match=r"no such base: .*/nowhere"):
+        await graded(client, no_repo, fixed)
     with pytest.raises(TaskError, match=r"the test patch does not fit base: error: .*no_such.py"):
         wrong = (the_task.grader.test_patch).replace("test_calc.py", "no_such.py")  # type: ignore[union-attr]
         await graded(client, changed(the_task, test_patch=wrong), fixed)

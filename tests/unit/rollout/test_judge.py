@@ -4,7 +4,7 @@ import io
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
@@ -13,7 +13,7 @@ from barchan.errors import TaskError
 from barchan.model.verdict import Verdict
 from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.graders.judge import ARTIFACT_CHARS_MAX, JudgeGrading, prompt_of, readable
-from barchan.rollout.ports import NoLog
+from barchan.rollout.ports import Client, NoLog
 from barchan.rollout.sandboxes import Sandboxes, SandboxesState
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import JudgeGrader
@@ -64,7 +64,7 @@ class Judge:
         spec = JudgeGrader(**asked | fields)
         if isinstance(artifact, bytes):
             artifact = Artifact(kind="file", data=artifact)
-        sandboxes = Sandboxes(FakeClient(), SETTINGS, "r-0", state=SandboxesState())
+        sandboxes = Sandboxes(cast(Client, FakeClient()), SETTINGS, "r-0", state=SandboxesState())
         grading = Grading(task=task(), settings=SETTINGS, sandboxes=sandboxes, log=self.log)
         return await JudgeGrading(spec).grade(grading, artifact)
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Mapping
+from typing import cast
 
 import pytest
 
@@ -10,7 +11,7 @@ from barchan.errors import NodeLost, TaskError
 from barchan.model.verdict import Verdict
 from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.graders.python import PythonGrading
-from barchan.rollout.ports import NoLog
+from barchan.rollout.ports import Client, NoLog
 from barchan.rollout.sandboxes import Sandboxes, SandboxesState
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import PythonGrader, Task
@@ -67,7 +68,7 @@ async def looks(task: Task, artifact: Artifact, sandbox: object) -> float:
 
 
 def grading() -> Grading:
-    sandboxes = Sandboxes(FakeClient(), SETTINGS, "r-0", state=SandboxesState())
+    sandboxes = Sandboxes(cast(Client, FakeClient()), SETTINGS, "r-0", state=SandboxesState())
     return Grading(task=task(), settings=SETTINGS, sandboxes=sandboxes, log=NoLog())
 
 

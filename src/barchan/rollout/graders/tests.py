@@ -10,6 +10,7 @@ or the platform, but it could write the report itself: each verdict is `exposed`
 the patch that a test runner takes orders from.
 """
 
+import asyncio
 import secrets
 import shlex
 from collections.abc import Mapping
@@ -45,15 +46,17 @@ SHADOWED = frozenset({"_pytest", "pluggy", "pytest", "unittest"})  # such a modu
 
 NO_GIT, NO_BASE, BAD_TESTS, BAD_PATCH = 40, 41, 42, 43
 TASK_FAULTS = {NO_GIT: "its image has no git", NO_BASE: "no such base", BAD_TESTS: "the test patch does not fit base"}
-# $1: folder of tests.patch and agent.patch; $2: base; the rest: files of tests. Prints what the agent has changed.
+# $1: folder of tests.patch and agent.patch; $2: repository; $3: base; the rest: files of tests. Prints what the agent
+# has changed.
 APPLY = r"""
-work=$1 base=$2; shift 2
+work=$1 repo=$2 base=$3; shift 3
 export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_LITERAL_PATHSPECS=1 LC_ALL=C
 command -v git >/dev/null || exit 40
 git() { command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false "$@"; }
 differs() { git diff-tree -r --no-renames "$@"; }
 
-top=$(git rev-parse --show-toplevel) && cd "$top" && base=$(git rev-parse --verify "$base^{commit}") || exit 41
+cd "$repo" && top=$(git rev-parse --show-toplevel) && cd "$top" || exit 41
+base=$(git rev-parse --verify "$base^{commit}") || exit 41
 for name in tests agent; do
     export GIT_INDEX_FILE="$work/$name.index"
     git read-tree "$base" || exit 44
@@ -82,14 +85,16 @@ class TestRun(Struct, frozen=True, kw_only=True):
     """What is known of one run of the tests.
 
     Attributes:
-        applied: How putting the patches in place ended.
+        applied: How putting the patches in place ended; None where it was not come to.
+        failed: What else in the sandbox stood in the way: its disk is full, say.
         steering: Files that the agent has changed and a test runner takes orders from.
         end: How the command ended; None where it was not run.
         outcomes: By test id, where there is a report.
         no_report: Why there is none.
     """
 
-    applied: ExecResult
+    applied: ExecResult | None = None
+    failed: str = ""
     steering: tuple[str, ...] = ()
     end: ExecResult | None = None
     outcomes: Mapping[str, Outcome] = {}
@@ -129,13 +134,18 @@ class TestsGrading:
             services=(),
         )
         async with grading.sandboxes.opened("grader", environment) as sandbox:
-            applied = await self._apply(sandbox, task.artifact, artifact.data)
-            if applied.exit_code in TASK_FAULTS:
-                what, said = TASK_FAULTS[applied.exit_code], applied.error_text.strip()[-400:]
-                raise TaskError(f"task {task.task_id}: {what}: {said}")
-            if not applied.ok:
-                return TestRun(applied=applied)
-            return await self._test(sandbox, task.artifact.repo, applied)
+            try:
+                applied = await self._apply(sandbox, task.artifact, artifact.data)
+                if applied.exit_code in TASK_FAULTS:
+                    what, said = TASK_FAULTS[applied.exit_code], applied.error_text.strip()[-400:]
+                    raise TaskError(f"task {task.task_id}: {what}: {said}")
+                if not applied.ok:
+                    return TestRun(applied=applied)
+                return await self._test(sandbox, task.artifact.repo, applied)
+            except BarchanError as error:
+                if not is_guests_doing(error):
+                    raise
+                return TestRun(failed=f"{type(error).__name__}: {error}")
 
     async def _apply(self, sandbox: Sandbox, spec: PatchArtifact, patch: bytes) -> ExecResult:
         """As the environment's user, whose files they become."""
@@ -143,10 +153,8 @@ class TestsGrading:
         await sandbox.files.mkdir(work, mode=0o700)
         for name, data in (("agent", patch), ("tests", self._spec.test_patch.encode())):
             await sandbox.files.write(f"{work}/{name}.patch", data if data.strip() else b"")
-        arguments = ("sh", "-c", APPLY, "apply", work, spec.base, *files_of(self._ids))
-        applied = await sandbox.exec(
-            arguments, cwd=spec.repo, timeout_s=APPLY_TIMEOUT_S, max_output_bytes=NAMES_BYTES_MAX
-        )
+        arguments = ("sh", "-c", APPLY, "apply", work, spec.repo, spec.base, *files_of(self._ids))
+        applied = await sandbox.exec(arguments, cwd="/", timeout_s=APPLY_TIMEOUT_S, max_output_bytes=NAMES_BYTES_MAX)
         await sandbox.files.remove(work, recursive=True)
         return applied
 
@@ -166,22 +174,26 @@ class TestsGrading:
             timeout_s=spec.timeout_s,
             max_output_bytes=OUTPUT_BYTES_MAX,
         )
-        found, why = await _report(sandbox, files, report)
+        found, why = await _report(files, report)
         run = TestRun(applied=applied, steering=steering_of(applied.stdout), end=end, no_report=why)
         if found is None:
             return run
         try:
-            return replace(run, outcomes=outcomes(parse_junit(found), self._ids))
+            # In a thread: a report made to be large takes seconds, in which other rollouts go on.
+            return replace(run, outcomes=await asyncio.to_thread(self._outcomes, found))
         except BadReport as error:
             return replace(run, no_report=f"malformed: {error}")
 
+    def _outcomes(self, report: bytes) -> dict[str, Outcome]:
+        return outcomes(parse_junit(report), self._ids)
 
-async def _report(sandbox: Sandbox, files: Files, path: str) -> tuple[bytes | None, str]:
+
+async def _report(files: Files, path: str) -> tuple[bytes | None, str]:
     """The report's bytes, or why there are none."""
     try:
         data = await files.read(path, length=REPORT_BYTES_MAX + 1)
     except BarchanError as error:
-        if not await is_guests_doing(sandbox, error):
+        if not is_guests_doing(error):
             raise
         return None, f"missing: {error}"
     return (None, f"malformed: more than {REPORT_BYTES_MAX} bytes") if len(data) > REPORT_BYTES_MAX else (data, "")
@@ -200,7 +212,10 @@ def steering_of(names: bytes) -> tuple[str, ...]:
 def tests_verdict(spec: TestsGrader, run: TestRun) -> Verdict:
     """1 where every test of both lists passed, else 0. A test that had passed may also be expected to fail."""
     end = run.end
-    if end is None:
+    if run.applied is None:
+        failed = Evidence(source="grader's sandbox", fact="failed", value=run.failed[:400])
+        verdict = void("platform", "grader_crash", (failed,))
+    elif end is None:
         verdict = _not_applied(run.applied)
     elif end.timed_out or run.no_report:
         cause: Cause = "reward_malformed" if run.no_report.startswith("malformed") else "reward_missing"
