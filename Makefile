@@ -7,7 +7,7 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup check test bench rollout rollout-llm clean
+.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak clean
 
 setup:
 	@scripts/setup.sh
@@ -36,6 +36,22 @@ rollout-llm:
 	$(BIN)/python scripts/serve_smollm.py -- \
 		$(BIN)/barchan rollout humaneval --policy chat --base-url {base_url} --model {model} \
 		--temperature 0.2 --max-tokens 256
+
+# The same model with tools, several turns each; its trajectories as ATIF, which Harbor's own reader checks in an
+# environment of its own. LIMIT=10 plays fewer tasks, HARBOR_PYTHON names an interpreter of 3.12 or later where none is on the path.
+LLM_OUT ?= runs/llm-tools-$(shell date +%Y%m%d-%H%M%S)
+rollout-llm-tools: out := $(LLM_OUT)
+rollout-llm-tools:
+	@scripts/setup.sh llm
+	$(BIN)/python scripts/serve_smollm.py --context 4096 -- \
+		$(BIN)/barchan rollout humaneval --policy chat --base-url {base_url} --model {model} --tool-format text \
+		--max-turns 4 --turn-tokens 128 --temperature 0.5 --seed 1 --concurrency 8 $(if $(LIMIT),--limit $(LIMIT)) --out $(out)
+	$(BIN)/barchan trajectory export $(out) --format atif --out $(out)/atif
+	$(BIN)/python scripts/check_atif.py --venv build/harbor $(if $(HARBOR_PYTHON),--python $(HARBOR_PYTHON)) $(out)/atif
+
+# Minutes: DURATION=6 for a short one, whose comparisons say less.
+soak: setup
+	$(BIN)/python scripts/soak.py --minutes $(or $(DURATION),60)
 
 clean:
 	rm -rf build dist src/barchan/_guest .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,7 +22,7 @@ from importlib.metadata import version
 from harbor.models.trajectories import Trajectory
 from harbor.utils.trajectory_validator import TrajectoryValidator
 
-refused = steps = calls = ids = 0
+refused = steps = calls = ids = long = 0
 paths = sys.stdin.read().splitlines()
 for path in paths:
     validator = TrajectoryValidator()
@@ -33,11 +33,12 @@ for path in paths:
     with open(path, "rb") as file:
         read = Trajectory.model_validate(json.load(file))
     steps += len(read.steps)
+    long += sum(step.source == "agent" for step in read.steps) > 1
     calls += sum(len(step.tool_calls or ()) for step in read.steps)
     ids += sum(len(step.metrics.completion_token_ids or ()) for step in read.steps if step.metrics)
 print(
     f"harbor {version('harbor')} accepts {len(paths) - refused} of {len(paths)} files:"
-    f" {steps} steps, {calls} tool calls, {ids} completion token ids"
+    f" {long} of more than one turn, {steps} steps, {calls} tool calls, {ids} completion token ids"
 )
 sys.exit(bool(refused))
 """
