@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         TaskError,
         TransportError,
     )
-    from barchan.model.node import ImageInfo, NodeInfo
+    from barchan.model.node import Budget, ImageInfo, NodeInfo
     from barchan.model.sandbox import (
         ExecResult,
         FileChange,
@@ -54,6 +54,12 @@ if TYPE_CHECKING:
         Usage,
     )
     from barchan.model.verdict import Evidence, Verdict
+    from barchan.rollout.calls import Observation, ToolCall
+    from barchan.rollout.group import AsyncGroup
+    from barchan.rollout.live import AsyncRollout
+    from barchan.rollout.run import AsyncRun
+    from barchan.rollout.sync import Group, Rollout, Run
+    from barchan.rollout.task import Task
     from barchan.sdk.aio.client import AsyncClient, connect_async
     from barchan.sdk.aio.files import AsyncFiles
     from barchan.sdk.aio.process import AsyncProcess
@@ -92,7 +98,13 @@ _HOMES = {
         "FileInfo",
         "FileChange",
     ),
-    "barchan.model.node": ("NodeInfo", "ImageInfo"),
+    "barchan.rollout.run": ("AsyncRun",),
+    "barchan.rollout.group": ("AsyncGroup",),
+    "barchan.rollout.live": ("AsyncRollout",),
+    "barchan.rollout.sync": ("Run", "Group", "Rollout"),
+    "barchan.rollout.task": ("Task",),
+    "barchan.rollout.calls": ("Observation", "ToolCall"),
+    "barchan.model.node": ("NodeInfo", "ImageInfo", "Budget"),
     "barchan.model.verdict": ("Verdict", "Evidence"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -114,6 +126,17 @@ __all__ = [
     "AsyncShell",
     "Terminal",
     "AsyncTerminal",
+    # a client's runs: groups of rollouts
+    "Run",
+    "AsyncRun",
+    "Group",
+    "AsyncGroup",
+    "Rollout",
+    "AsyncRollout",
+    "Task",
+    "Budget",
+    "ToolCall",
+    "Observation",
     # values
     "SandboxSpec",
     "SandboxInfo",

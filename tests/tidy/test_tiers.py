@@ -29,13 +29,20 @@ ALLOWED: dict[str, set[str]] = {
     "gateway": _NODE,
     "cluster": _NODE | {"node", "gateway"},
     "sdk": _VALUES | {"wire"},
-    "": _CLIENT,
+    "": _CLIENT | {"rollout"},
     "rollout": _CLIENT | {"trajectory"},
     "compat": _JOB | {""},
     "bench": _JOB | {"", "image"},  # it measures with an image that it makes
     "sim": _VALUES | {"core"},
     # The command line is the top: besides being a client it sets up a node (images, requirements, the node itself).
     "cli": _JOB | {"", "bench", "compat", "sim", "image", "backends", "node"},
+}
+
+# `client.run()` is where a user looks for runs, which are built on the client: named here, (file, module) by (file,
+# module), so that nothing else of the client comes to depend on what stands above it.
+EXCEPTIONS = {
+    ("src/barchan/sdk/aio/client.py", "barchan.rollout.run"),
+    ("src/barchan/sdk/client.py", "barchan.rollout.sync"),
 }
 
 
@@ -77,7 +84,7 @@ def test_imports_point_down() -> None:
         part = part_of(module_name(path))
         assert part in ALLOWED, f"{relative(path)}: {part!r} has no row in ALLOWED"
         for line, name in imported(path):
-            if part_of(name) not in ALLOWED[part] | {part}:
+            if part_of(name) not in ALLOWED[part] | {part} and (relative(path), name) not in EXCEPTIONS:
                 wrong.append(f"{relative(path)}:{line}: {part or 'barchan'} must not import {name}")
     assert wrong == []
 

@@ -4,16 +4,19 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from barchan.errors import BarchanError
-from barchan.model.node import ImageInfo, NodeInfo
+from barchan.model.node import Budget, ImageInfo, NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.sdk.aio.client import CREATE_TIMEOUT_S, AsyncClient, connect_async
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.background import iterate, run
 from barchan.sdk.options import CreateOptions
 from barchan.sdk.sandbox import Sandbox
+
+if TYPE_CHECKING:
+    from barchan.rollout.sync import Run
 
 
 class Client:
@@ -68,6 +71,49 @@ class Client:
         with closing(iterate(self._twin.create_many(template, n=n, timeout_s=timeout_s, **options))) as items:
             for item in items:
                 yield Sandbox(item) if isinstance(item, AsyncSandbox) else item
+
+    def run(
+        self,
+        name: str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        priority: int = 0,
+        budget: Budget | None = None,
+        grace_s: float = 10.0,
+        out: str | os.PathLike[str] | None = None,
+        template: str = "debian",
+        memory_mib: int = 512,
+        pids_max: int = 128,
+        capacity_wait_s: float = 300.0,
+    ) -> "Run":
+        """A run to enter: groups of rollouts under a lease of its own.
+
+        Args:
+            name: The same in every process that takes part in the run.
+            labels: Of every sandbox of the run, beside `run=NAME`.
+            priority: From -100 to 100; where sandboxes have to wait for their start, higher ones go first.
+            budget: What this process's sandboxes may use, all together.
+            grace_s: How long they live after this process was killed.
+            out: A folder for logs and results; without one, nothing is known of a rollout that its process has not.
+            template: The image of tasks that bring none, as are `memory_mib` and `pids_max`.
+            capacity_wait_s: How long a rollout waits, in total, for room on the node; then it is void.
+        """
+        from barchan.rollout.sync import Run  # the only way down from a client to what is built on it
+
+        return Run(
+            self._twin.run(
+                name,
+                labels=labels,
+                priority=priority,
+                budget=budget,
+                grace_s=grace_s,
+                out=out,
+                template=template,
+                memory_mib=memory_mib,
+                pids_max=pids_max,
+                capacity_wait_s=capacity_wait_s,
+            )
+        )
 
     def attach(self, sandbox_id: str) -> Sandbox:
         """A handle on a sandbox that exists, whoever made it.

@@ -33,6 +33,11 @@ class Lease:
         self._holder: asyncio.Task[None] | None = None
         self._opened: asyncio.Future[str] | None = None
 
+    @property
+    def id(self) -> str | None:
+        """The id, while this process holds it."""
+        return self._id if self._pid == os.getpid() else None
+
     async def ensure(self) -> str:
         """The id of a lease that is being held."""
         if self._id is not None and self._pid == os.getpid():

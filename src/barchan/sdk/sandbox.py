@@ -8,6 +8,7 @@ from barchan.model.node import ImageInfo
 from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
 from barchan.sdk.aio.process import WAIT_TIMEOUT_S, AsyncProcess, Scope, Stream
 from barchan.sdk.aio.sandbox import SNAPSHOT_TIMEOUT_S, AsyncSandbox
+from barchan.sdk.aio.shell import ShellPoint
 from barchan.sdk.background import iterate, run
 from barchan.sdk.files import Files
 from barchan.sdk.options import Command, ExecOptions, ShellOptions, StartOptions
@@ -93,13 +94,20 @@ class Sandbox:
     def processes(self) -> list[ProcessInfo]:
         return run(self._twin.processes())
 
-    def shell(self, *, max_output_bytes: int = DEFAULT_OUTPUT_BYTES, **options: Unpack[ShellOptions]) -> Shell:
+    def shell(
+        self,
+        *,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+        point: ShellPoint | None = None,
+        **options: Unpack[ShellOptions],
+    ) -> Shell:
         """Start a shell that keeps its directory, variables and functions between commands.
 
         Args:
             max_output_bytes: Of one command, per stream; beyond it the head and the tail are kept.
+            point: Go on with the shell that another handle had come to this point with, in place of a new one.
         """
-        return Shell(run(self._twin.shell(max_output_bytes=max_output_bytes, **options)))
+        return Shell(run(self._twin.shell(max_output_bytes=max_output_bytes, point=point, **options)))
 
     def terminal(
         self, rows: int = 24, cols: int = 80, *, command: Command | None = None, **options: Unpack[ShellOptions]

@@ -1,18 +1,29 @@
 """The synchronous face of a shell."""
 
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S
-from barchan.sdk.aio.shell import AsyncShell, ShellResult
+from barchan.sdk.aio.shell import AsyncShell, ShellPoint, ShellResult
 from barchan.sdk.background import run
 
 
 class Shell:
-    """Runs one command at a time, and keeps directory, variables and functions between them."""
+    """Runs one command at a time, and keeps directory, variables and functions between them.
+
+    Picklable between two commands; one process at a time goes on with it.
+    """
 
     def __init__(self, twin: AsyncShell) -> None:
         self._twin = twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._twin,)
+
+    @property
+    def point(self) -> ShellPoint | None:
+        """Where it stands between two commands, for whoever goes on with it; None before the first command."""
+        return self._twin.point
 
     def run(
         self, command: str, *, timeout_s: float = DEFAULT_EXEC_TIMEOUT_S, idle_timeout_s: float | None = None

@@ -28,6 +28,9 @@ PAIRS = [
     (barchan.Files, barchan.AsyncFiles),
     (barchan.Shell, barchan.AsyncShell),
     (barchan.Terminal, barchan.AsyncTerminal),
+    (barchan.Run, barchan.AsyncRun),
+    (barchan.Group, barchan.AsyncGroup),
+    (barchan.Rollout, barchan.AsyncRollout),
 ]
 OF_ONE_FACE = {"greet", "open", "chunks", "kill_unless", "endpoint"}
 

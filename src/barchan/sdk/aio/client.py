@@ -4,12 +4,12 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Generator, Mapping
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from msgspec.structs import replace
 
 from barchan.errors import BarchanError, ReadTimeout
-from barchan.model.node import ImageInfo, Killed, NodeInfo
+from barchan.model.node import Budget, ImageInfo, Killed, NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.cancel import clean_up, forget_error
@@ -19,6 +19,9 @@ from barchan.sdk.endpoint import Endpoint, checked_token, endpoint_of, remember_
 from barchan.sdk.lease import Lease
 from barchan.sdk.options import CreateOptions, sandbox_spec
 from barchan.sdk.transport import Call, Transport, encode
+
+if TYPE_CHECKING:
+    from barchan.rollout.run import AsyncRun
 
 NODE_INFO = Call("node_info", NodeInfo)
 IMAGES = Call("image_list", list[ImageInfo])
@@ -35,10 +38,18 @@ _KILL_TIMEOUT_S = 120.0
 class AsyncClient:
     """A connection to one node, made by `connect_async()`; closing it ends the sandboxes it made, but detached ones."""
 
-    def __init__(self, endpoint: Endpoint, token: str | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        token: str | None = None,
+        *,
+        transport: Transport | None = None,
+        lease: Lease | None = None,
+    ) -> None:
+        """Not called by users. `transport` and `lease` are those of another client, shared with it."""
         self.endpoint = endpoint
-        self._transport = Transport(endpoint, token)
-        self._lease = Lease(self._transport)
+        self._transport = transport or Transport(endpoint, token)
+        self._lease = lease or Lease(self._transport)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.endpoint)!r})"
@@ -142,6 +153,49 @@ class AsyncClient:
         except BaseException as error:
             await clean_up(error, _end_all(pending, ready), "sandboxes of this create_many may live")
             raise
+
+    def run(
+        self,
+        name: str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        priority: int = 0,
+        budget: Budget | None = None,
+        grace_s: float = 10.0,
+        out: str | os.PathLike[str] | None = None,
+        template: str = "debian",
+        memory_mib: int = 512,
+        pids_max: int = 128,
+        capacity_wait_s: float = 300.0,
+    ) -> "AsyncRun":
+        """A run to enter: groups of rollouts under a lease of its own.
+
+        Args:
+            name: The same in every process that takes part in the run.
+            labels: Of every sandbox of the run, beside `run=NAME`.
+            priority: From -100 to 100; where sandboxes have to wait for their start, higher ones go first.
+            budget: What this process's sandboxes may use, all together.
+            grace_s: How long they live after this process was killed.
+            out: A folder for logs and results; without one, nothing is known of a rollout that its process has not.
+            template: The image of tasks that bring none, as are `memory_mib` and `pids_max`.
+            capacity_wait_s: How long a rollout waits, in total, for room on the node; then it is void.
+        """
+        from barchan.rollout.run import run_of  # the only way down from a client to what is built on it
+
+        return run_of(
+            self,
+            self._transport,
+            name,
+            labels=labels,
+            priority=priority,
+            budget=budget,
+            grace_s=grace_s,
+            out=out,
+            template=template,
+            memory_mib=memory_mib,
+            pids_max=pids_max,
+            capacity_wait_s=capacity_wait_s,
+        )
 
     async def attach(self, sandbox_id: str) -> AsyncSandbox:
         """A handle on a sandbox that exists, whoever made it.

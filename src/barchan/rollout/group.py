@@ -1,0 +1,123 @@
+"""A group of a run: attempts at one task from the same state, each ready, over, or void by itself."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Literal
+
+from barchan.errors import Conflict
+from barchan.rollout.attempt import Job
+from barchan.rollout.live import AsyncRollout, ended, failed, gone_on_with, is_abandoned, opened
+from barchan.rollout.shared import member_id
+from barchan.rollout.task import Task
+
+if TYPE_CHECKING:
+    from barchan.rollout.run import AsyncRun
+
+OPENING_MAX = 64  # at once, of one group; the node has bounds of its own
+
+
+class AsyncGroup:
+    """Iterate over it for its rollouts, in the order in which they are ready; each iteration gives all of them.
+
+    A member that can't start is over and void. Leaving the iteration early ends nothing: `cancel` does.
+    """
+
+    def __init__(self, run: "AsyncRun", name: str, key: str, task: Task, n: int, group_index: int) -> None:
+        """Not called by users: `run.group()` gives groups."""
+        self.name = name
+        self.key = key
+        self.task = task
+        self.n = n
+        self._run = run
+        self._group_index = group_index
+        self._starting: asyncio.Task[None] | None = None
+        self._members: list[asyncio.Task[None]] = []
+        self._ready: list[AsyncRollout] = []
+        self._changed = asyncio.Condition()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.key!r}, n={self.n})"
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether every member has its verdict, or goes on in another process."""
+        return len(self._ready) == self.n and all(
+            rollout.verdict is not None or rollout.is_elsewhere for rollout in self._ready
+        )
+
+    async def __aiter__(self) -> AsyncGenerator[AsyncRollout, None]:
+        given = 0
+        while given < self.n:
+            async with self._changed:
+                while len(self._ready) <= given:
+                    await self._changed.wait()
+            yield self._ready[given]
+            given += 1
+
+    async def cancel(self, reason: Literal["user", "stale", "surplus"] = "user") -> None:
+        """Give every member up that is not over yet, also one that is in the middle of a call."""
+        await asyncio.gather(*self._members)
+        await asyncio.gather(*(_cancel(rollout, reason) for rollout in self._ready))
+
+    # what the run calls
+
+    async def _begin(self) -> None:
+        """Make the environment, and begin to open the members. Repeating waits for the same start, unless it failed."""
+        failed_before = self._starting is not None and self._starting.done() and not self._members
+        if self._starting is None or failed_before:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    async def _stop(self) -> None:
+        """Open no more members: the run is being left."""
+        tasks = [*self._members, *([self._starting] if self._starting is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _member(self, rollout_id: str) -> AsyncRollout | None:
+        return next((rollout for rollout in self._ready if rollout.rollout_id == rollout_id), None)
+
+    async def _start(self) -> None:
+        await self._run._part.build(self.task)
+        turns = asyncio.Semaphore(OPENING_MAX)
+        self._members += [asyncio.create_task(self._open(index, turns)) for index in range(self.n)]
+
+    async def _open(self, index: int, turns: asyncio.Semaphore) -> None:
+        async with turns:
+            try:
+                rollout = await self._latest(index)
+            except Exception as error:  # the member's own boundary: the others go on
+                rollout = await failed(self._run, self._job(index, 0), error)
+        async with self._changed:
+            self._ready.append(rollout)
+            self._changed.notify_all()
+
+    async def _latest(self, index: int) -> AsyncRollout:
+        """One place of the group: the attempt that is under way or over, or else the next."""
+        attempt = 0
+        while True:
+            rollout = await self._attempt(self._job(index, attempt))
+            if rollout.verdict is None or not is_abandoned(rollout.verdict):
+                return rollout
+            attempt += 1
+
+    def _job(self, index: int, attempt: int) -> Job:
+        return Job(member_id(self.name, index, attempt), self.task, index, self._group_index, attempt)
+
+    async def _attempt(self, job: Job) -> AsyncRollout:
+        folder = self._run._part.folder
+        if folder is not None:
+            verdict = await asyncio.to_thread(folder.verdict, job.rollout_id)
+            if verdict is not None:
+                return ended(self._run, job, verdict)
+            if folder.has_log(job.rollout_id):
+                return await gone_on_with(self._run, job)
+        return await opened(self._run, job)
+
+
+async def _cancel(rollout: AsyncRollout, reason: Literal["user", "stale", "surplus"]) -> None:
+    try:
+        await rollout.cancel(reason)
+    except Conflict:
+        return  # it goes on in another process, whose it is to cancel

@@ -1,0 +1,349 @@
+"""A rollout of a run, as its driver holds it: it can be sent to another process, and be found again by its id."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from barchan.errors import BarchanError, BlobCorrupt, Conflict, SandboxExpired, SandboxLost
+from barchan.model.verdict import Cause, Evidence, Verdict
+from barchan.rollout import carried
+from barchan.rollout.attempt import Job, Rollout
+from barchan.rollout.calls import Observation, ToolCall
+from barchan.rollout.ports import Log
+from barchan.rollout.sandboxes import Sandboxes, SandboxesState
+from barchan.rollout.shared import POLICY, SharedFolder
+from barchan.rollout.state import AttemptState
+from barchan.rollout.verdict import void
+from barchan.trajectory.writer import TrajectoryWriter
+
+if TYPE_CHECKING:
+    from barchan.rollout.run import AsyncRun
+
+ABANDONED = "abandoned"
+
+
+class AsyncRollout:
+    """One attempt of a group: observe it, act in it, record what was sampled, finish it. Given by a group or a run.
+
+    One call at a time. It pickles between two calls, and goes on in the process that it is sent to; from that process's
+    first call on, this one's calls raise `Conflict`, where the run has a folder.
+
+    Attributes:
+        index: Its place in the group; `attempt` says how often that was tried before.
+        verdict: None while it is not over.
+    """
+
+    def __init__(self, run: "AsyncRun", job: Job, state: AttemptState | None = None) -> None:
+        self.rollout_id = job.rollout_id
+        self.task = job.task
+        self.index = job.sample_index
+        self.attempt = job.attempt
+        self._run = run
+        self._part = run._part
+        self._job = job
+        self._writer: TrajectoryWriter | None = None
+        self._is_busy = False
+        self._is_lost = False  # to another process
+        self._is_told = False  # whether the results have it
+        self._carried = state  # not yet gone on with
+        self._rollout = Rollout(
+            self._part.client,
+            self._part.settings,
+            job,
+            policy_name=POLICY,
+            toolbox=self._part.toolbox(job.task),
+            open_log=self._open_log if self._part.has_folder else None,
+            state=state,
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rollout_id!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._is_busy:
+            raise Conflict(f"rollout {self.rollout_id} is in the middle of a call: send it between two")
+        return _revive, (self._run, self._job, carried.dump(self._rollout.state))
+
+    async def _open_log(self, job: Job) -> Log:
+        if self._writer is None:
+            folder = self._part.folder
+            assert folder is not None
+            self._writer = await asyncio.to_thread(folder.log, job)  # it waits for the disk
+        return self._writer
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return None if self._is_lost or self._rollout.is_relieved else self._rollout.verdict
+
+    @property
+    def sandbox_id(self) -> str | None:
+        """The agent's sandbox, while it lives."""
+        return self._rollout.state.sandbox_id
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another process goes on with it, as far as the run's folder tells."""
+        if not self._is_lost and self._was_taken_over():
+            self._is_lost = True
+            self._part.note_over(self)
+        return self._is_lost
+
+    # what a driver calls
+
+    async def observe(self) -> Observation:
+        """What a policy knows before its next turn: messages, tool schemas, limits left."""
+        async with self._turn() as rollout:
+            return await rollout.observe()
+
+    async def record(
+        self,
+        *,
+        text: str = "",
+        prompt_ids: Sequence[int] = (),
+        completion_ids: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        policy_version: str | int | None = None,
+        **more: Any,
+    ) -> None:
+        """Keep a model call; its text is said in the next turn, its completion tokens count towards the limit.
+
+        Args:
+            more: What else `barchan.rollout.record.Completion` has.
+
+        Raises:
+            InvalidSpec: Ids and log-probs of different lengths.
+            Conflict: The rollout has ended, or goes on in another process.
+        """
+        async with self._turn() as rollout:
+            await rollout.record(
+                text=text,
+                prompt_ids=prompt_ids,
+                completion_ids=completion_ids,
+                logprobs=logprobs,
+                policy_version=policy_version,
+                **more,
+            )
+
+    async def act(
+        self, tool_calls: Sequence[ToolCall | Mapping[str, Any]], *, timeout_s: float | None = None
+    ) -> Observation:
+        """Take a turn: carry the calls out, one after the other. One that can't be carried out is told, not raised.
+
+        Args:
+            tool_calls: Ours, or as a chat completion's message has them.
+            timeout_s: For each call, within what the task allows.
+
+        Raises:
+            Conflict: The rollout is over, as the last observation said, or goes on in another process.
+        """
+        async with self._turn() as rollout:
+            return await rollout.act(tool_calls, timeout_s=timeout_s)
+
+    async def finish(self, cause: Cause | None = None) -> Verdict:
+        """Take the artifact out, end the agent's sandbox, grade elsewhere. Repeating gives the same verdict."""
+        async with self._turn() as rollout:
+            return await rollout.finish(cause)
+
+    async def fail(self, error: Exception) -> Verdict:
+        """The driver can't go on: void, by the model's fault for a `ModelError`, else by the caller's."""
+        async with self._turn() as rollout:
+            return await rollout.fail(error)
+
+    async def cancel(self, reason: Literal["user", "stale", "surplus"] = "user") -> Verdict:
+        """Give the rollout up, also in the middle of another call; its sandbox is ended."""
+        if self._is_busy and self._carried is None:
+            return await self._rollout.cancel(reason)  # the other call tells of it
+        async with self._turn() as rollout:
+            return await rollout.cancel(reason)
+
+    # what the run and the group call
+
+    async def _open(self) -> None:
+        """Begin it. If that fails, it is over and void.
+
+        Raises:
+            Conflict: It has gone on in another process meanwhile.
+        """
+        async with self._turn() as rollout:
+            await rollout.open()
+
+    async def _close(self) -> None:
+        """Let go of the log; the rollout stays as it is, for its sandbox to end with the lease."""
+        self._part.note_over(self)
+        if self._writer is not None and not self._is_busy:
+            await asyncio.to_thread(self._writer.close)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[Rollout]:
+        """One call. What it changed is kept, or told, when it is over."""
+        if self._is_busy:
+            raise Conflict(f"rollout {self.rollout_id} is in the middle of another call")
+        self._is_busy = True
+        try:
+            await self._part.ensure_open()
+            await self._wake()
+            self._check()
+            yield self._rollout
+            await self._tell()
+        finally:
+            self._is_busy = False
+
+    def _check(self) -> None:
+        """Refuse to act for a rollout that another process goes on with."""
+        if self.is_elsewhere:
+            raise Conflict(f"rollout {self.rollout_id} goes on in another process", rollout_id=self.rollout_id)
+
+    def _was_taken_over(self) -> bool:
+        if self._rollout.is_relieved:
+            return True
+        if self._writer is None or self._rollout.verdict is not None:
+            return False
+        try:
+            self._writer.check()
+        except Conflict:
+            self._writer.close()
+            return True
+        return False
+
+    async def _wake(self) -> None:
+        """Go on with what was carried here: from now on whoever had it before can't.
+
+        Raises:
+            Conflict: It has gone on in another process since.
+            SandboxExpired, SandboxLost: Its sandbox has ended.
+        """
+        state, folder = self._carried, self._part.folder
+        if state is None:
+            return
+        if state.verdict is None:
+            if folder is not None and self._writer is None:
+                self._writer = await asyncio.to_thread(_take_over, folder, self._job, state.head_hash)
+                state.head_hash = self._writer.head_hash
+                carried.keep(folder.path, self.rollout_id, carried.dump(state))
+            if state.sandbox_id is not None:
+                await self._hold_sandbox(state.sandbox_id)
+            await self._rollout.resume()
+        self._carried = None
+        self._part.live[self.rollout_id] = self
+
+    async def _hold_sandbox(self, sandbox_id: str) -> None:
+        """Ask for the agent's sandbox as when it was made: so it comes under this run's lease, should nobody hold the
+        one that it was made under any more.
+        """
+        part, prefix = self._part, self._job.create_prefix
+        asked = Sandboxes(part.client, part.settings, self.rollout_id, create_prefix=prefix, state=SandboxesState())
+        found = await asked.create("agent", self.task.environment)
+        if found.id != sandbox_id:  # it ended so long ago that the node does not know it any more
+            await found.kill()
+            raise SandboxExpired(f"sandbox {sandbox_id} has ended", sandbox_id=sandbox_id)
+
+    async def _tell(self) -> None:
+        """Keep the state for whoever goes on with it, or the record of what has ended."""
+        self._check()
+        if self.verdict is not None:
+            self._part.note_over(self)
+        folder = self._part.folder
+        if folder is None or self._is_told:
+            return
+        if self.verdict is None:
+            carried.keep(folder.path, self.rollout_id, carried.dump(self._rollout.state))
+            return
+        self._is_told = True
+        await asyncio.to_thread(_end, folder, self._rollout)
+
+
+def _end(folder: SharedFolder, rollout: Rollout) -> None:
+    artifact = rollout.artifact
+    if artifact is not None and artifact.kind == "files":
+        folder.add_artifact(rollout.rollout_id, artifact.data)
+    folder.add(rollout.row())
+    carried.drop(folder.path, rollout.rollout_id)
+
+
+def _take_over(folder: SharedFolder, job: Job, head_hash: str) -> TrajectoryWriter:
+    """The log of a rollout whose state is known, from there on.
+
+    Raises:
+        Conflict: It has gone on since, in another process.
+    """
+    told = Conflict(f"rollout {job.rollout_id} has gone on in another process since", rollout_id=job.rollout_id)
+    if folder.head_hash(job.rollout_id) != head_hash:
+        raise told
+    writer = folder.log(job)
+    if writer.found_hash != head_hash:
+        writer.close()
+        raise told
+    return writer
+
+
+def _revive(run: "AsyncRun", job: Job, state: bytes) -> AsyncRollout:
+    return AsyncRollout(run, job, carried.load(state))
+
+
+def ended(run: "AsyncRun", job: Job, verdict: Verdict) -> AsyncRollout:
+    """A rollout that is over, as the run's folder says."""
+    rollout = AsyncRollout(run, job)
+    rollout._rollout.state.verdict, rollout._rollout.state.over = verdict, verdict.cause
+    rollout._is_told = True
+    return rollout
+
+
+async def gone_on_with(run: "AsyncRun", job: Job) -> AsyncRollout:
+    """A rollout that an earlier asking began: as it stands, or, where nobody can go on with it, over and void.
+
+    It can't be gone on with when its sandbox has ended, or when it was in the middle of a call: then nobody knows what
+    of that call came to be.
+    """
+    folder = run._part.folder
+    assert folder is not None
+    data = await asyncio.to_thread(carried.kept, folder.path, job.rollout_id)
+    if data is None:  # it was not open yet, so that there is nothing to know
+        return await opened(run, job)
+    rollout: AsyncRollout | None = None
+    try:
+        rollout = AsyncRollout(run, job, carried.load(data))
+        await rollout.observe()
+        return rollout
+    except (Conflict, BlobCorrupt, SandboxExpired, SandboxLost) as error:
+        if rollout is not None:
+            await rollout._close()
+        return await _abandoned(run, job, error)
+
+
+async def opened(run: "AsyncRun", job: Job) -> AsyncRollout:
+    """A rollout that begins here; one that meanwhile has gone on in another process says so by each of its calls."""
+    rollout = AsyncRollout(run, job)
+    run._part.live[job.rollout_id] = rollout
+    try:
+        await rollout._open()
+    except BaseException:
+        await rollout._close()
+        if not rollout._is_lost:
+            raise
+    return rollout
+
+
+async def _abandoned(run: "AsyncRun", job: Job, why: BarchanError) -> AsyncRollout:
+    """Record that an attempt was left by its driver, and end what is left of it."""
+    rollout = AsyncRollout(run, job)
+    evidence = Evidence(source="run", fact=ABANDONED, value=f"{type(why).__name__}: {why}"[:400])
+    async with rollout._turn() as inner:
+        if not isinstance(why, BlobCorrupt):  # from now on its driver, should it still be there, can't go on
+            await inner.resume()
+        await run._part.client.kill(labels={"run": run.name, "rollout": job.rollout_id})
+        await inner.end(void("caller", "sandbox_expired", (evidence,)))
+    return rollout
+
+
+async def failed(run: "AsyncRun", job: Job, error: Exception) -> AsyncRollout:
+    """A member that could not even begin: over and void, told to whoever iterates, and to nobody else."""
+    rollout = AsyncRollout(run, job)
+    rollout._is_told = True
+    await rollout._rollout.fail(error)
+    return rollout
+
+
+def is_abandoned(verdict: Verdict) -> bool:
+    """Whether an attempt ended because its driver left it, so that its place is open for the next."""
+    return any((fact.source, fact.fact) == ("run", ABANDONED) for fact in verdict.evidence)
