@@ -1,5 +1,6 @@
 """Artifacts of every kind out of real sandboxes, also out of those that are set against it."""
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -9,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import barchan
-from barchan.errors import NotFound, SandboxExpired, TaskError
+from barchan.errors import BackendError, NotFound, SandboxExpired, TaskError
 from barchan.image.store import ImageStore
 from barchan.model.verdict import Evidence
-from barchan.rollout import patching
+from barchan.rollout import artifact, patching
 from barchan.rollout.artifact import TOO_LARGE, take
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.graders.placing import PATCH_FILE, place
@@ -49,8 +50,8 @@ STATE = 'cd repo && rm -rf .git && find . -type f -o -type l | sort | while read
 STATE += 'echo "$f $(readlink "$f" || od -c "$f")"; done'
 
 
-def a_task(artifact: ArtifactSpec) -> Task:
-    return Task(task_id="t", instruction="", grader=ScriptGrader(command="true"), artifact=artifact)
+def a_task(spec: ArtifactSpec) -> Task:
+    return Task(task_id="t", instruction="", grader=ScriptGrader(command="true"), artifact=spec)
 
 
 @pytest.fixture
@@ -77,8 +78,8 @@ async def repository(client: AsyncClient, image: str) -> AsyncIterator[tuple[Asy
         yield sandbox, PatchArtifact(repo=REPO, base=base, bytes_max=1 << 20)
 
 
-async def taken(sandbox: AsyncSandbox, artifact: ArtifactSpec) -> Artifact | Evidence:
-    return await take(Workspace(sandbox, 1000), a_task(artifact), "artifact-test")
+async def taken(sandbox: AsyncSandbox, spec: ArtifactSpec) -> Artifact | Evidence:
+    return await take(Workspace(sandbox, 1000), a_task(spec), "artifact-test")
 
 
 async def applied(client: AsyncClient, image: str, patch: bytes) -> str:
@@ -211,6 +212,42 @@ async def test_a_file_that_is_none(client: AsyncClient, deed: str, fact: str) ->
         found = await taken(sandbox, FileArtifact())
         assert isinstance(found, Evidence)
         assert found.fact == fact
+
+
+FIGHTER = """
+import os, signal
+keep = {name for name in os.listdir("/proc") if name.isdigit()}
+print("fights", flush=True)
+while True:
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name not in keep:
+            try:
+                os.kill(int(name), signal.SIG%s)
+            except OSError:
+                pass
+"""
+
+
+@pytest.mark.parametrize("signal", ["KILL", "STOP"])
+async def test_fighting_the_platform_does_not_keep_the_artifact(
+    client: AsyncClient, signal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that kills or stops every other process of its user is ended, and the artifact is taken."""
+    monkeypatch.setattr(artifact, "READ_TIMEOUT_S", 10.0)
+    for spec in (FileArtifact(bytes_max=64 << 20), FilesArtifact(paths=("tree",))):
+        async with await client.create("debian", memory_mib=256, disk_mib=256) as sandbox:
+            (
+                await sandbox.exec("mkdir tree; head -c 40000000 /dev/zero | tr '\\\\0' x | tee tree/x >solution.py")
+            ).check()
+            fighter = await sandbox.start(["setsid", "--wait", "python3", "-c", FIGHTER % signal])
+            async for _ in fighter.output():
+                break
+            with pytest.raises((BackendError, TimeoutError)):  # the fight is real
+                async with asyncio.timeout(5):
+                    await sandbox.files.read("solution.py")
+            found = await taken(sandbox, spec)
+            assert isinstance(found, Artifact), found
+            assert len(found.data) >= 40000000
 
 
 FILES = """

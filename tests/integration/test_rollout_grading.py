@@ -152,6 +152,12 @@ async def test_no_reward_is_void_where_nothing_can_be_compared(client: AsyncClie
         ("import time; time.sleep(600)", "exec_timeout"),
         ("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", "guest_wrecked"),
         (f"import os, signal; open('{REWARD}', 'w').write('1'); os.kill(0, signal.SIGSTOP)", "exec_timeout"),
+        (
+            "import os, signal\nif os.fork(): os.kill(os.getppid(), signal.SIGKILL); os._exit(0)\nos.setsid()\n"
+            "while True:\n for n in os.listdir('/proc'):\n  if n.isdigit() and int(n) != os.getpid():\n"
+            "   try: os.kill(int(n), signal.SIGSTOP)\n   except OSError: pass",
+            "guest_wrecked",
+        ),
         ("import os\nwhile True: os.write(2, b'x' * 65536)", "exec_timeout"),
         (
             "import os, signal\nif os.fork(): os.kill(os.getppid(), signal.SIGKILL)\n"

@@ -14,9 +14,11 @@ from barchan.rollout.ports import Sandbox
 from barchan.rollout.tars import Tree, packed
 from barchan.rollout.task import DiffArtifact, FileArtifact, FilesArtifact, PatchArtifact, Task
 from barchan.rollout.tools.base import Workspace, is_guests_doing
+from barchan.rollout.undisturbed import undisturbed
 from barchan.rollout.verdict import TRUNCATING, scored
 
 TOO_LARGE = "larger than bytes"
+READ_TIMEOUT_S = 120.0
 
 
 async def take(workspace: Workspace, task: Task, image: str) -> Artifact | Evidence:
@@ -28,16 +30,16 @@ async def take(workspace: Workspace, task: Task, image: str) -> Artifact | Evide
     spec, sandbox = task.artifact, workspace.sandbox
     try:
         if isinstance(spec, FileArtifact):
-            return await _file(sandbox, spec)
+            return await undisturbed(sandbox, lambda: _file(sandbox, spec), READ_TIMEOUT_S)
         if isinstance(spec, PatchArtifact):
             return await _patch(sandbox, spec)
         if isinstance(spec, FilesArtifact):
-            return await _files(sandbox, spec)
+            return await undisturbed(sandbox, lambda: _files(sandbox, spec), READ_TIMEOUT_S)
         if isinstance(spec, DiffArtifact):
             return Artifact(kind="diff", image=(await sandbox.snapshot(image)).name)
         return Artifact(kind="shared", sandbox=sandbox)
     except BarchanError as error:
-        if not isinstance(error, GuestError) and not await is_guests_doing(sandbox, error):
+        if not isinstance(error, GuestError) and not is_guests_doing(error):
             raise
         return Evidence(source=f"artifact: {type(error).__name__}", fact="not readable", value=str(error)[:400])
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from barchan.errors import Conflict, LocalProtocolError
 from barchan.model.node import ImageInfo
-from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S, DEFAULT_OUTPUT_BYTES, ExecResult, FileInfo, SandboxStats
+from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S, DEFAULT_OUTPUT_BYTES, ExecResult, FileInfo, ProcessInfo
 from barchan.rollout.ports import Files, Log, Process, RLimits, Sandbox, Shell
 from barchan.sdk.aio.shell import ShellPoint, ShellResult
 from barchan.trajectory.format import Kind
@@ -147,8 +147,11 @@ class LoggedSandbox:
         shell = await self._sandbox.shell(max_output_bytes=max_output_bytes, point=point)
         return LoggedShell(shell, self.id, self._log)
 
-    async def stats(self) -> SandboxStats:
-        return await self._sandbox.stats()
+    def process(self, process_id: str, /) -> Process:
+        return self._sandbox.process(process_id)
+
+    async def processes(self) -> list[ProcessInfo]:
+        return await self._sandbox.processes()
 
     async def snapshot(self, name: str, /) -> ImageInfo:
         return await self._sandbox.snapshot(name)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from barchan.errors import InvalidSpec, NotFound
-from barchan.model.sandbox import ExecResult, FileInfo, SandboxStats, Usage
+from barchan.model.sandbox import ExecResult, FileInfo, ProcessInfo, Usage
 from barchan.rollout.calls import call_to
 from barchan.rollout.graders.functions import CHECKER_USER
 from barchan.rollout.graders.guest import codec
@@ -131,6 +131,20 @@ class FakeShell:
         self.closed = True
 
 
+class FakeProcess:
+    """Runs until it is killed."""
+
+    def __init__(self, sandbox: "FakeSandbox", process_id: str) -> None:
+        self._sandbox = sandbox
+        self._id = process_id
+
+    async def kill(self) -> int:
+        if self._id not in self._sandbox.running:
+            raise NotFound(f"no process {self._id}", process_id=self._id)
+        self._sandbox.running.remove(self._id)
+        return 1
+
+
 class FakeSandbox:
     """Keeps what a shell's `cat` is given; answers as the checker and the candidate's process would."""
 
@@ -138,6 +152,7 @@ class FakeSandbox:
         self.id = f"sb_{number}"
         self.files = FakeFiles()
         self.shells: list[FakeShell] = []
+        self.running: list[str] = []
         self._client = client
 
     async def exec(
@@ -170,8 +185,11 @@ class FakeSandbox:
         self.shells.append(FakeShell(self._client))
         return self.shells[-1]
 
-    async def stats(self) -> SandboxStats:
-        return SandboxStats(memory_bytes=1, memory_peak_bytes=1, oom_kills=self._client.oom_kills, cpu_s=0.1, pids=1)
+    def process(self, process_id: str, /) -> "FakeProcess":
+        return FakeProcess(self, process_id)
+
+    async def processes(self) -> list[ProcessInfo]:
+        return [ProcessInfo(process_id=process_id, pid=1, running=True) for process_id in self.running]
 
     async def kill(self) -> bool:
         self._client.live.discard(self.id)
@@ -193,7 +211,6 @@ class FakeClient:
         self.checker_end = result()
         self.write_result = self.python_result = result()
         self.shell_result = ShellResult(exit_code=0, stdout=b"", stderr=b"")
-        self.oom_kills = 0
         self.sandboxes: list[FakeSandbox] = []
         self.templates: list[str] = []
         self.options: list[dict[str, Any]] = []

@@ -1,37 +1,31 @@
 """The five methods that drive a rollout: limits, conversation, and one verdict whatever happens."""
 
 import asyncio
-import pickle
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from barchan.errors import (
-    BackendError,
     BootFailed,
     Conflict,
     ConnectionLost,
     InvalidSpec,
     ModelError,
     NotFound,
-    SandboxLost,
 )
 from barchan.rollout.attempt import CALLS_PER_TURN_MAX, Job, Rollout
 from barchan.rollout.calls import call_to
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.limits import Left, Limits
 from barchan.rollout.policies import OraclePolicy, ScriptPolicy, read_scripts
-from barchan.rollout.ports import Log, NoLog
+from barchan.rollout.ports import Log
 from barchan.rollout.prompts import NO_CALL
 from barchan.rollout.runner import play
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import Environment, Task
 from barchan.sdk.aio.shell import ShellResult
-from barchan.trajectory.format import Header, Kind, log_path
-from barchan.trajectory.reader import read, verify
-from barchan.trajectory.writer import TrajectoryWriter
 from tests.unit.rollout.fakes import FakeClient, result, submit, task
 
 pytestmark = pytest.mark.timeout(30)
@@ -44,25 +38,6 @@ def rollout_of(
     client: FakeClient, of: Task | None = None, open_log: Callable[[Job], Awaitable[Log]] | None = None
 ) -> Rollout:
     return Rollout(client, SETTINGS, Job("run-000000", of or task(), 0), policy_name="p", open_log=open_log)
-
-
-def logs_in(folder: Path) -> Callable[[Job], Awaitable[Log]]:
-    """Opens real logs."""
-
-    async def open_log(job: Job) -> Log:
-        header = Header(
-            rollout_id=job.rollout_id,
-            run_id="run",
-            task_id=job.task.task_id,
-            group_index=job.group_index,
-            sample_index=job.sample_index,
-            epoch=0,
-            created_unix_s=1.0,
-            barchan_version="0",
-        )
-        return TrajectoryWriter.create(log_path(folder, job.rollout_id), header)
-
-    return open_log
 
 
 async def opened(client: FakeClient, **limits: Any) -> Rollout:
@@ -300,86 +275,6 @@ async def test_unequal_ids_and_log_probs_are_refused() -> None:
         await rollout.record(completion_ids=[1, 2], logprobs=[-1.0])
 
 
-async def test_its_way_is_in_the_log(tmp_path: Path) -> None:
-    """Calls, execs and files with their results, the model calls, the grading and the verdict, chained and checked."""
-    rollout = rollout_of(FakeClient(), open_log=logs_in(tmp_path))
-    await rollout.open()
-    await rollout.record(
-        text="so", completion_ids=[5], logprobs=[-0.5], policy_version="v1", prompt_ids=[1, 2], wait_ms=7.5
-    )
-    await rollout.act(
-        [
-            call_to("bash", command="ls"),
-            call_to("edit", command="create", path="a", file_text="b"),
-            {"function": {"name": "bash", "arguments": "{"}},
-        ]
-    )
-    await rollout.act([call_to("submit", solution=GOOD)])
-    await rollout.finish()
-    entries = list(read(log_path(tmp_path, "run-000000")))
-    assert [(entry.part, entry.kind) for entry in entries if entry.part != "result"] == [
-        ("header", None),
-        ("entry", "message"),
-        ("entry", "model_call"),
-        ("intent", "tool_call"),
-        ("intent", "exec"),
-        ("intent", "tool_call"),
-        ("intent", "file_write"),
-        ("intent", "tool_call"),
-        ("intent", "tool_call"),
-        ("intent", "exec"),
-        ("intent", "file_read"),
-        ("intent", "grade"),
-        ("entry", "verdict"),
-    ]
-    intents = {entry.seq for entry in entries if entry.part == "intent"}
-    assert {entry.of for entry in entries if entry.part == "result"} == intents
-    sampled = next(entry.body for entry in entries if entry.kind == "model_call")
-    assert (sampled["completion_ids"], sampled["policy_version"], sampled["text"]) == ([5], "v1", "so")
-    assert (sampled["wait_ms"], rollout.row().completions[0].wait_ms) == (7.5, 7.5)
-    assert entries[-1].body["reward"] == 1.0
-    assert verify(log_path(tmp_path, "run-000000"), head_hash=rollout.row().head_hash).ok
-
-
-async def test_a_rollout_goes_on_from_its_state(tmp_path: Path) -> None:
-    """Between two calls its state pickles; who takes it up has the conversation, the limits and the log. The first one
-    is relieved: it ends nothing any more.
-    """
-    client = FakeClient()
-    first = rollout_of(client, open_log=logs_in(tmp_path))
-    await first.open()
-    await first.record(completion_ids=[1, 2])
-    await first.act([call_to("edit", command="create", path="solution.py", file_text=GOOD)])
-    state = pickle.loads(pickle.dumps(first.state))
-
-    async def reopened(job: Job) -> Log:
-        return TrajectoryWriter.reopen(log_path(tmp_path, job.rollout_id))
-
-    second = Rollout(client, SETTINGS, Job("run-000000", task(), 0), policy_name="p", open_log=reopened, state=state)
-    await second.resume()
-    assert first.is_relieved is False
-    await first.act([call_to("bash", command="ls")])
-    assert first.is_relieved is True
-    await first.cancel()
-    with pytest.raises(Conflict):
-        await first.finish()
-    assert (first.verdict, len(client.live)) == (None, 1)
-    assert (await second.act([call_to("submit")])).over == "completed"
-    assert ((await second.finish()).reward, client.live) == (1.0, set())
-    row = second.row()
-    assert (row.turns, row.completion_tokens, row.tool_calls) == (2, 2, {"edit": 1, "submit": 1})
-
-
-async def test_a_state_whose_sandbox_is_gone_can_not_go_on() -> None:
-    """It is told as a lost sandbox."""
-    client = FakeClient()
-    first = await opened(client)
-    client.live.clear()
-    second = Rollout(client, SETTINGS, Job("run-000000", task(), 0), policy_name="p", state=first.state)
-    with pytest.raises(SandboxLost):
-        await second.resume()
-
-
 async def test_handing_in_frees_the_sandbox_before_anything_is_graded() -> None:
     """The artifact has left, the agent's sandbox has ended, no grader has begun; no further turn can be taken."""
     client = FakeClient()
@@ -440,49 +335,6 @@ async def test_the_environment_makes_the_sandbox() -> None:
     assert (grader["network"], grader["env"], grader["create_id"]) == ("none", {"A": "b"}, "g-2-3-grader-0")
     row = rollout.row()
     assert (row.group_index, row.sample_index, row.attempt) == (2, 3, 1)
-
-
-class FullLog(NoLog):
-    """Fails at one kind of entry."""
-
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
-
-    def entry(self, kind: Kind, body: Mapping[str, Any], /) -> int:
-        if kind == self._kind:
-            raise BackendError("no space")
-        return 0
-
-
-@pytest.mark.parametrize("kind", ["message", "model_call"])
-async def test_a_log_that_can_not_be_written_voids(kind: Kind) -> None:
-    """A rollout whose way is not on record is the platform's fault, at whatever entry."""
-    client = FakeClient()
-
-    async def full(job: Job) -> Log:
-        return FullLog(kind)
-
-    rollout = rollout_of(client, open_log=full)
-    await rollout.open()
-    if (await rollout.observe()).over is None:
-        await rollout.record(text="x")
-        await rollout.act([call_to("bash", command="ls")])
-    verdict = await rollout.finish()
-    assert (verdict.status, verdict.fault) == ("void", "platform")
-    assert client.live == set()
-
-
-async def test_a_verdict_that_the_log_misses_says_so() -> None:
-    """The reward stands, and its evidence tells that the log is not whole."""
-
-    async def full(job: Job) -> Log:
-        return FullLog("verdict")
-
-    rollout = rollout_of(FakeClient(), open_log=full)
-    await rollout.open()
-    await play(rollout, OraclePolicy())
-    verdict = rollout.row().verdict
-    assert (verdict.reward, verdict.evidence[-1].source) == (1.0, "trajectory")
 
 
 async def test_a_script_is_played_call_by_call(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from barchan.errors import BarchanError, Denied, GuestWrecked, NotFound, TaskErr
 from barchan.model.sandbox import Network
 from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.ports import Sandbox
-from barchan.rollout.services import start_services
 from barchan.rollout.tars import Tree, unpacked
 from barchan.rollout.task import FileArtifact, FilesArtifact, Task
 from barchan.rollout.tools.base import is_guests_doing
@@ -31,7 +30,6 @@ async def placed(
     recipe: Recipe | None = None,
     network: Network = "none",
     allow_hosts: tuple[str, ...] = (),
-    services: bool = False,
 ) -> AsyncIterator[Sandbox]:
     """A fresh sandbox that holds the artifact, ended on leaving; of a `shared` artifact the agent's own one, which is
     not.
@@ -41,7 +39,6 @@ async def placed(
 
     Args:
         recipe: What it is made from, in place of the environment's. A `diff` has its own base.
-        services: Whether the environment's services are started, before the artifact is there unless it is a `diff`.
     """
     if artifact.sandbox is not None:
         yield artifact.sandbox
@@ -53,12 +50,10 @@ async def placed(
         allow_hosts=allow_hosts,
     )
     async with grading.sandboxes.opened("grader", environment, template=artifact.image or None) as sandbox:
-        if services:
-            await start_services(sandbox, environment.services, grading.log)
         try:
             await place(sandbox, artifact, grading.task)
         except BarchanError as error:
-            if not await is_guests_doing(sandbox, error):
+            if not is_guests_doing(error):
                 raise
             raise GuestWrecked(f"the artifact can't be put in place: {error}") from error
         yield sandbox

@@ -21,12 +21,15 @@ from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.graders.placing import clear, placed, put
 from barchan.rollout.graders.reward import reward_of
 from barchan.rollout.ports import Sandbox
+from barchan.rollout.services import start_services
 from barchan.rollout.task import ScriptGrader
 from barchan.rollout.tools.base import is_guests_doing
+from barchan.rollout.undisturbed import end_all, undisturbed
 from barchan.rollout.verdict import scored, void
 
 REWARD_BYTES_MAX = 64 << 10
 OUTPUT_BYTES_MAX = 64 << 10
+FILES_TIMEOUT_S = 120.0
 TAIL_CHARS = 800
 
 
@@ -52,9 +55,8 @@ class ScriptGrading:
                 recipe=spec.recipe,
                 network=spec.network,
                 allow_hosts=spec.allow_hosts,
-                services=spec.services,
             ) as sandbox:
-                verdict = await self._in(sandbox, grading)
+                verdict = await self._in(sandbox, grading, is_shared=artifact.sandbox is not None)
         except TaskError as error:
             if error.details.get("cause") != "service_not_ready":
                 raise
@@ -63,13 +65,20 @@ class ScriptGrading:
             verdict = void("task", "grader_crash", (told,))
         return replace(verdict, exposed=True)
 
-    async def _in(self, sandbox: Sandbox, grading: Grading) -> Verdict:
+    async def _in(self, sandbox: Sandbox, grading: Grading, *, is_shared: bool) -> Verdict:
+        """While the platform works in it, nothing of the artifact's runs in a sandbox of the grader's own."""
         try:
-            await self._prepare(sandbox, grading)
+            await undisturbed(sandbox, lambda: self._prepare(sandbox, grading), FILES_TIMEOUT_S)
+            if self._spec.services and not is_shared:
+                await start_services(sandbox, grading.task.environment.services, grading.log)
             result = await self._run(sandbox)
-            found = NoReward("grader_timeout", "") if result.timed_out else await self._reward(sandbox)
+            if not is_shared:
+                await end_all(sandbox)
+            found: tuple[float, dict[str, float]] | NoReward = NoReward("grader_timeout", "")
+            if not result.timed_out:
+                found = await undisturbed(sandbox, lambda: self._reward(sandbox), FILES_TIMEOUT_S)
         except BarchanError as error:
-            if not isinstance(error, GuestError) and not await is_guests_doing(sandbox, error):
+            if not isinstance(error, GuestError) and not is_guests_doing(error):
                 raise
             told = Evidence(source=f"grader: {type(error).__name__}", fact="message", value=str(error)[:400])
             return void("task", "grader_crash", (told,))

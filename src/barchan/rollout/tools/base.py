@@ -5,6 +5,7 @@ that the two can't differ. What a policy does wrong is told to it as the call's 
 raised.
 """
 
+import os
 import time
 from typing import Any, Literal, Protocol
 
@@ -82,17 +83,15 @@ class Workspace:
         if self._shell is not None:
             await self._shell.close()
 
-    async def is_guests_doing(self, error: BarchanError) -> bool:
-        return await is_guests_doing(self.sandbox, error)
 
-
-async def is_guests_doing(sandbox: Sandbox, error: BarchanError) -> bool:
+def is_guests_doing(error: BarchanError) -> bool:
     """Whether the guest itself can have caused a failure of an operation in it: its files, its limits.
 
-    Errors about the sandbox as a whole are not among them.
+    Errors about the sandbox as a whole are not among them. An operation's process that was killed is: by the kernel
+    for memory, or by another process of its user.
     """
     if isinstance(error, BackendError) and "wstatus" in error.details:
-        return (await sandbox.stats()).oom_kills > 0
+        return os.WIFSIGNALED(int(error.details["wstatus"]))
     if not isinstance(error, CallerError) or isinstance(error, SandboxExpired) or "sandbox_id" in error.details:
         return False
     return not isinstance(error, Denied) or "errno" in error.details

@@ -12,7 +12,7 @@ from barchan.errors import BarchanError, ReadTimeout, TaskError
 from barchan.rollout.calls import Status, ToolCall, ToolResult
 from barchan.rollout.imports import load_class
 from barchan.rollout.task import ArtifactSpec, FileArtifact, Task
-from barchan.rollout.tools.base import Tool, ToolOutput, Workspace, schema_of
+from barchan.rollout.tools.base import Tool, ToolOutput, Workspace, is_guests_doing, schema_of
 from barchan.rollout.tools.bash import BashTool
 from barchan.rollout.tools.edit import EditTool
 from barchan.rollout.tools.python import PythonTool
@@ -91,7 +91,7 @@ async def _bounded(tool: Tool, workspace: Workspace, arguments: Struct, timeout_
         failure = ReadTimeout if is_ours(tool) else TaskError
         raise failure(f"tool {tool.name} did not end in its time") from error
     except BarchanError as error:
-        if await workspace.is_guests_doing(error):
+        if is_guests_doing(error):
             return ToolOutput(content=f"error: {error}", status="failed")
         raise
     except Exception as error:
