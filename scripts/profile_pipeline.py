@@ -45,7 +45,7 @@ SPY_HZ = 200
 PERF_HZ = 499
 FUNCTIONS = 20
 HELD_MAX = 1.10
-INIT = "barchan-init"
+INIT = "init"
 Report = dict[str, Any]
 
 
@@ -156,7 +156,8 @@ def recording(*commands: Sequence[str]) -> Iterator[None]:
 def profile(out: Path, options: Sequence[str], py_spy: str) -> Report:
     stacks, samples = out / "node.stacks", out / "perf.data"
     with own_node() as node:
-        spy = [py_spy, "record", "--pid", str(node.pid), "--rate", str(SPY_HZ), "--duration", "3600"]
+        # Only while it holds the interpreter's lock: the other samples are of threads that wait.
+        spy = [py_spy, "record", "--gil", "--pid", str(node.pid), "--rate", str(SPY_HZ), "--duration", "3600"]
         perf = [
             "perf",
             "record",
@@ -172,14 +173,14 @@ def profile(out: Path, options: Sequence[str], py_spy: str) -> Report:
             rollouts(node, out / "profiled", "humaneval", *options)
     alone, below, total = by_function(stacks.read_text())
     print(f"\nthe node's time by function, {total} samples:\n{'in itself':>10}{'with callees':>14}")
-    shown = {name for name, _ in alone.most_common(FUNCTIONS)} | {name for name, _ in below.most_common(FUNCTIONS)}
-    for name in sorted(shown, key=lambda name: -alone[name]):
-        print(f"{alone[name] / total:10.1%}{below[name] / total:14.1%}  {name}")
+    ours = Counter({name: count for name, count in below.items() if "(barchan/" in name})
+    for name in [*dict(alone.most_common(FUNCTIONS)), "", *dict(ours.most_common(FUNCTIONS))]:
+        print(f"{alone[name] / total:10.1%}{below[name] / total:14.1%}  {name}" if name else "")
     commands = by_command(samples)
     whole = sum(commands.values())
     print(f"\nall processors by program, {whole} samples:")
     for name, count in commands.most_common(12):
-        print(f"{count / whole:10.1%}  {name}{' (guests)' if name == INIT else ''}")
+        print(f"{count / whole:10.1%}  {name}{' (of the guests)' if name == INIT else ''}")
     return {"functions_alone": dict(alone), "functions_with_callees": dict(below), "programs": dict(commands)}
 
 
