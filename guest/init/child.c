@@ -8,6 +8,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/fsuid.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -181,7 +182,7 @@ static void set_limits(const struct start *start)
 	}
 }
 
-static void become(const struct identity *id)
+static void become(const struct identity *id, int kind)
 {
 	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
 	struct __user_cap_data_struct none[2] = {0};
@@ -192,8 +193,13 @@ static void become(const struct identity *id)
 		fail(EXIT_CANNOT, "cannot set groups: %s", strerror(errno));
 	if (setresgid(id->gid, id->gid, id->gid) != 0)
 		fail(EXIT_CANNOT, "cannot become group %u: %s", id->gid, strerror(errno));
-	if (setresuid(id->uid, id->uid, id->uid) != 0)
-		fail(EXIT_CANNOT, "cannot become user %u: %s", id->uid, strerror(errno));
+	/* What an applet may do with files goes by its file-system id; who may signal, stop or slow it down by the others. */
+	uid_t uid = kind == KIND_APPLET && settings.applet_uid != 0 ? settings.applet_uid : id->uid;
+	if (setresuid(uid, uid, uid) != 0)
+		fail(EXIT_CANNOT, "cannot become user %u: %s", uid, strerror(errno));
+	setfsuid(id->uid);
+	if ((uid_t)setfsuid((uid_t)-1) != id->uid)
+		fail(EXIT_CANNOT, "cannot use files as user %u", id->uid);
 	if (syscall(SYS_capset, &header, none) != 0)
 		fail(EXIT_CANNOT, "cannot drop capabilities: %s", strerror(errno));
 }
@@ -307,7 +313,7 @@ _Noreturn void child_main(const struct launch *launch)
 	env_add(env, &envc, "USER", identity.name);
 	env_add(env, &envc, "LOGNAME", identity.name);
 	set_limits(start);
-	become(&identity);
+	become(&identity, start->kind);
 	if (start->kind == KIND_APPLET)
 		run_applet(start->argc, argv, cwd);
 	if (chdir(cwd) != 0)

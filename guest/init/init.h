@@ -134,7 +134,7 @@ struct launch {
 
 /* main.c */
 extern struct settings {
-	uid_t uid;
+	uid_t uid, applet_uid; /* 0: applets run as the asking user alone */
 	gid_t gid;
 	int spool_dir, dev_null, dev_pts, proc;
 	struct rlimit nofile;	/* as it was given to us: what programs get */

@@ -234,6 +234,7 @@ static void harden(void)
 	struct rlimit nofile;
 
 	settings.uid = getuid();
+	settings.applet_uid = settings.uid > 2 ? settings.uid - 2 : 0;
 	settings.gid = getgid();
 	umask(022);
 	nofile = settings.nofile;

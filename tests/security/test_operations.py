@@ -32,6 +32,21 @@ def trapped(lab: Lab) -> Sandbox:
     return sandbox
 
 
+ATTACK = """
+import os, signal
+tried = []
+for pid in os.listdir("/proc"):
+    if pid.isdecimal() and pid not in ("1", str(os.getpid())):
+        for attack in (lambda: os.kill(int(pid), signal.SIGSTOP), lambda: os.sched_setaffinity(int(pid), {0}),
+                       lambda: os.setpriority(os.PRIO_PROCESS, int(pid), 19), lambda: os.kill(int(pid), signal.SIGKILL)):
+            try:
+                attack(); tried.append("done")
+            except OSError as error:
+                tried.append(error.strerror)
+print(sorted(set(tried)))
+"""
+
+
 class TestAsTheAskingUser:
     """File operations have the rights of the user they are asked for, and meet only regular files."""
 
@@ -51,6 +66,21 @@ class TestAsTheAskingUser:
             trapped.files.as_user("root").read("/proc/1/environ")
         with pytest.raises(BarchanError):
             trapped.files.as_user("65535").read("/etc/passwd")
+
+    @pytest.mark.parametrize("user", ["agent", "root"])
+    def test_who_asks_can_not_touch_the_operation(self, lab: Lab, user: str) -> None:
+        """A program of the same user can't end, stop or slow down an operation, so that none can be made to fail."""
+        with lab.create() as sandbox, sandbox.files.as_user(user).watch("/tmp") as watch:
+            assert sandbox.exec(["python3", "-c", ATTACK], user=user).text == "['Operation not permitted']\n"
+            sandbox.files.write("/tmp/new", b"")
+            assert "new" in next(iter(watch)).path
+            with pytest.raises(BarchanError):
+                sandbox.files.as_user("65533").read("/etc/passwd")
+
+    def test_without_an_id_of_its_own_it_can_be_touched(self, lab: Lab) -> None:
+        """With the init's own id, the operations lose theirs, and the same program ends one."""
+        with lab.create("init-as-guest-root") as sandbox, sandbox.files.as_user("agent").watch("/tmp"):
+            assert "done" in sandbox.exec(["python3", "-c", ATTACK], user="agent").text
 
     @pytest.mark.parametrize("operation", ["write", "remove", "move", "mkdir"])
     def test_changes_need_the_users_rights(self, trapped: Sandbox, operation: str) -> None:

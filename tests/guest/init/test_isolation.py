@@ -89,11 +89,11 @@ def test_a_helper_can_not_be_read(connection: Connection, guest: Guest) -> None:
 
 
 def test_a_helper_has_no_power(connection: Connection) -> None:
-    """A helper runs as the user, with no capability, and with descriptors 0-2 alone."""
+    """A helper uses files as the user and is nobody whom a guest's program may touch; it has no capability."""
     status = connection.applet("read", "/proc/self/status", "0", "-1", user="").out.decode()
     rows = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert {rows[f"Cap{name}"] for name in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
-    assert (rows["Uid"], rows["Gid"], rows["Groups"].strip()) == ("0\t0\t0\t0", "0\t0\t0\t0", "")
+    assert (rows["Uid"], rows["Gid"], rows["Groups"].strip()) == ("65533\t65533\t65533\t0", "0\t0\t0\t0", "")
     listing = connection.applet("list", "/proc/self/fd", user="")
     assert listing.code == 0 and listing.out.count(b"pipe:") == 2
 
