@@ -63,6 +63,11 @@ class AsyncRun:
             raise LocalProtocolError(f"run {self.name!r} holds no lease: enter it, `async with client.run(...) as run`")
         return lease_id
 
+    @property
+    def client(self) -> AsyncClient:
+        """What makes sandboxes under the run's own lease."""
+        return self._part.client
+
     async def __aenter__(self) -> Self:
         self._know_as(await self._part.open())
         return self
