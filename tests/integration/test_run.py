@@ -229,6 +229,21 @@ async def test_without_a_folder_the_node_alone_knows_the_group(client: AsyncClie
         other = await members(await two.group(TASK, 2, key="k2"))
         assert [rollout.sandbox_id for rollout in first] == [rollout.sandbox_id for rollout in second]
         assert {rollout.sandbox_id for rollout in first}.isdisjoint(rollout.sandbox_id for rollout in other)
+    async with client.run("bare", **SMALL) as later:
+        anew = await members(await later.group(TASK, 2, key="k"))
+        assert [(rollout.attempt, rollout.verdict) for rollout in anew] == [(1, None), (1, None)]
+
+
+async def test_runs_of_one_name_in_two_folders_have_nothing_in_common(client: AsyncClient, tmp_path: Path) -> None:
+    """A program that is run again with a new folder starts from nothing, though the node remembers what was before."""
+    seen = []
+    for folder in ("one", "two"):
+        async with client.run("twice", out=tmp_path / folder, **SMALL) as run:
+            (rollout,) = await members(await run.group(TASK, 1, key="k"))
+            seen.append((rollout.rollout_id, rollout.attempt, rollout.sandbox_id))
+            assert (await solve(rollout)).reward == 1.0
+    assert [one[:2] for one in seen] == [seen[0][:2]] * 2
+    assert seen[0][2] != seen[1][2]
 
 
 async def test_two_processes_with_one_key(client: AsyncClient, trainer: Callable[..., Trainer], tmp_path: Path) -> None:

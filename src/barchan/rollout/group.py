@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Literal
 
 from barchan.errors import Conflict
 from barchan.rollout.attempt import Job
-from barchan.rollout.live import AsyncRollout, ended, failed, gone_on_with, is_abandoned, opened
+from barchan.rollout.live import AsyncRollout, ended, failed, gone_on_with, opened
 from barchan.rollout.shared import member_id
 from barchan.rollout.task import Task
 
 if TYPE_CHECKING:
     from barchan.rollout.run import AsyncRun
 
+ATTEMPTS_MAX = 100
 OPENING_MAX = 64  # at once, of one group; the node has bounds of its own
 
 
@@ -95,15 +96,15 @@ class AsyncGroup:
 
     async def _latest(self, index: int) -> AsyncRollout:
         """One place of the group: the attempt that is under way or over, or else the next."""
-        attempt = 0
-        while True:
+        for attempt in range(ATTEMPTS_MAX):
             rollout = await self._attempt(self._job(index, attempt))
-            if rollout.verdict is None or not is_abandoned(rollout.verdict):
-                return rollout
-            attempt += 1
+            if not rollout._is_used_up:
+                break
+        return rollout
 
     def _job(self, index: int, attempt: int) -> Job:
-        return Job(member_id(self.name, index, attempt), self.task, index, self._group_index, attempt)
+        rollout_id = member_id(self.name, index, attempt)
+        return self._run._part.job(rollout_id, self.task, (self._group_index, index, attempt))
 
     async def _attempt(self, job: Job) -> AsyncRollout:
         folder = self._run._part.folder

@@ -189,6 +189,16 @@ class AsyncRollout:
         finally:
             self._is_busy = False
 
+    @property
+    def _is_used_up(self) -> bool:
+        """Whether this attempt is over without having been one, so that its place is open for the next: its driver left
+        it, or (where only the node knows) an earlier asking made its sandbox, which has ended since.
+        """
+        verdict, stage = self.verdict, self._rollout.stage
+        if verdict is None or self._part.has_folder:
+            return verdict is not None and is_abandoned(verdict)
+        return stage == "create" and verdict.cause in ("sandbox_expired", "sandbox_lost")
+
     def _check(self) -> None:
         """Refuse to act for a rollout that another process goes on with."""
         if self.is_elsewhere:

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from barchan.errors import LocalProtocolError
 from barchan.model.node import LeaseRequest
+from barchan.rollout.attempt import Job
 from barchan.rollout.environments import recipes_of
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.shared import SharedFolder
@@ -107,6 +108,16 @@ class Part:
         if known not in self._toolboxes:
             self._toolboxes[known] = Toolbox(task)
         return self._toolboxes[known]
+
+    def job(self, rollout_id: str, task: Task, place: tuple[int, int, int]) -> Job:
+        """One attempt of this run.
+
+        Args:
+            place: `group_index`, `index`, `attempt`.
+        """
+        group_index, index, attempt = place
+        prefix = f"{rollout_id}-{self.folder.salt}" if self.folder is not None else ""
+        return Job(rollout_id, task, index, group_index, attempt, prefix)
 
     def note_over(self, rollout: "AsyncRollout") -> None:
         if self.live.get(rollout.rollout_id) is rollout:

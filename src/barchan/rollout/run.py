@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec, LocalProtocolError, NotFound
 from barchan.model.node import PRIORITY_MAX, Budget, LeaseRequest
-from barchan.rollout.attempt import Job
 from barchan.rollout.group import AsyncGroup
 from barchan.rollout.live import AsyncRollout, ended, gone_on_with
 from barchan.rollout.part import Part, RunTerms
@@ -134,7 +133,7 @@ class AsyncRun:
         if folder is None:
             raise NotFound(f"run {self.name!r} knows no rollout {rollout_id}, and has no folder (out=) to find it in")
         group = await asyncio.to_thread(folder.group, name)
-        job = Job(rollout_id, group.task, index, group.group_index, attempt)
+        job = self._part.job(rollout_id, group.task, (group.group_index, index, attempt))
         verdict = await asyncio.to_thread(folder.verdict, rollout_id)
         if verdict is not None:
             return ended(self, job, verdict)

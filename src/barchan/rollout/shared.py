@@ -141,6 +141,9 @@ class Lines(Generic[T]):
 class SharedFolder:
     """One run's folder as one process has it.
 
+    Attributes:
+        salt: The same in every process that has this folder, and in no other folder.
+
     Raises:
         InvalidSpec: It holds another run, or can't be made.
     """
@@ -159,6 +162,8 @@ class SharedFolder:
         self.info = read_run(path)
         if (self.info.run_id, self.info.policy, self.info.format) != (run_id, POLICY, FORMAT):
             raise InvalidSpec(f"{path} holds the run {self.info.run_id!r} of {self.info.policy}: give another folder")
+        # Of this folder alone: another folder's run of the same name has sandboxes of its own.
+        self.salt = hashlib.sha256(repr(self.info.started_unix_s).encode()).hexdigest()[:8]
         self._rows: Lines[Ended] = Lines(path / ROLLOUTS, Ended)
         self._tasks: Lines[_TaskLine] = Lines(path / TASKS, _TaskLine)
         self._task_ids: set[str] = set()

@@ -138,8 +138,8 @@ def test_a_file_that_another_run_holds_is_a_conflict(tmp_path: Path, monkeypatch
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
-    """One folder, one run; and a file is no folder."""
-    folder(tmp_path / "out")
+    """One folder, one run; and a file is no folder. What is told apart by is the folder's own."""
+    assert folder(tmp_path / "out").salt == folder(tmp_path / "out").salt != folder(tmp_path / "other").salt
     assert read_run(tmp_path / "out").run_id == "r"
     with pytest.raises(InvalidSpec, match="'r'"):
         folder(tmp_path / "out", "other")
