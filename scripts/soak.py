@@ -68,7 +68,7 @@ class Load:
             lanes = [
                 self._every(1 / self._rate, AT_ONCE_MAX, lambda: self._short(client)),
                 self._every(15.0, 1, lambda: self._images(client)),
-                self._every(20.0, 1, self._victim),
+                self._every(15.0, 1, self._victim),
                 self._every(30.0, 1, self._rollouts),
                 *(self._kept(client, KEPT_S * (1 + index / KEPT)) for index in range(KEPT)),
             ]
