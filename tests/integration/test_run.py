@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import pickle
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -332,6 +333,43 @@ async def test_a_turn_that_nobody_saw_the_end_of_is_not_guessed_at(
         (rollout,) = await members(await run.group(TASK, 1, key="k"))
         assert (rollout.attempt, rollout.sandbox_id == other.told["sandboxes"][0]) == (1, False)
         assert [info.sandbox_id for info in await client.list(labels={"run": "cut"})] == [rollout.sandbox_id]
+
+
+async def test_a_rollout_whose_call_was_cut_short_is_not_sent_on(client: AsyncClient, tmp_path: Path) -> None:
+    """Its driver gave the call up, and nobody knows what came of it: all that can be done is to end it."""
+    async with client.run("given up", out=tmp_path, **SMALL) as run:
+        (rollout,) = await members(await run.group(TASK, 1, key="k"))
+        acting = asyncio.create_task(rollout.act([call_to("bash", command="sleep 60")]))
+        await until(lambda: len(verify(log_files(tmp_path)[0]).open_intents))
+        with pytest.raises(Conflict, match="between two"):
+            pickle.dumps(rollout)
+        acting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await acting
+        with pytest.raises(Conflict, match="middle of a call"):
+            await pickle.loads(pickle.dumps(rollout)).observe()
+        assert (await rollout.cancel()).cause == "cancelled_user"
+    async with run:
+        (known,) = await members(await run.group(TASK, 1, key="k"))
+        assert (known.rollout_id, known.verdict) == (rollout.rollout_id, rollout.verdict)
+
+
+async def test_a_run_leaves_nothing_open_in_its_process(client: AsyncClient, tmp_path: Path) -> None:
+    """However its rollouts ended: finished, cancelled, taken over, left."""
+    before = set(os.listdir("/proc/self/fd"))
+    async with client.run("files", out=tmp_path, **SMALL) as run:
+        rollouts = await members(await run.group(TASK, 4, key="k"))
+        await solve(rollouts[0])
+        await rollouts[1].cancel()
+        copy = pickle.loads(pickle.dumps(rollouts[2]))
+        await copy.observe()
+        assert rollouts[2].is_elsewhere
+    logs = [os.readlink(f"/proc/self/fd/{fd}") for fd in set(os.listdir("/proc/self/fd")) - before if _is_open(fd)]
+    assert [path for path in logs if str(tmp_path) in path] == []
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
 
 
 async def test_each_member_fails_alone(client: AsyncClient, tmp_path: Path) -> None:

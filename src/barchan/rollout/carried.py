@@ -4,7 +4,7 @@ import io
 import os
 import pickle
 from collections import Counter, defaultdict
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ def load(data: bytes) -> AttemptState:
         raise BlobCorrupt(f"a rollout's state can't be read: {error}") from error
     if not isinstance(state, AttemptState):
         raise BlobCorrupt(f"a rollout's state is a {type(state).__name__}")
+    if vars(state).keys() != {field.name for field in fields(AttemptState)}:
+        raise BlobCorrupt("a rollout's state was written by another release")
     return state
 
 

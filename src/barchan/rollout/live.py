@@ -153,7 +153,9 @@ class AsyncRollout:
     async def cancel(self, reason: Literal["user", "stale", "surplus"] = "user") -> Verdict:
         """Give the rollout up, also in the middle of another call; its sandbox is ended."""
         if self._is_busy and self._carried is None:
-            return await self._rollout.cancel(reason)  # the other call tells of it
+            verdict = await self._rollout.cancel(reason)
+            await self._tell()
+            return verdict
         async with self._turn() as rollout:
             return await rollout.cancel(reason)
 
@@ -275,11 +277,14 @@ def _take_over(folder: SharedFolder, job: Job, head_hash: str) -> TrajectoryWrit
     """The log of a rollout whose state is known, from there on.
 
     Raises:
-        Conflict: It has gone on since, in another process.
+        Conflict: It has gone on since, in another process; or it was cut short in the middle of a call.
     """
     told = Conflict(f"rollout {job.rollout_id} has gone on in another process since", rollout_id=job.rollout_id)
-    if folder.head_hash(job.rollout_id) != head_hash:
+    found = folder.verify_log(job.rollout_id)
+    if found.head_hash != head_hash:
         raise told
+    if found.open_intents:
+        raise Conflict(f"rollout {job.rollout_id} was cut short in the middle of a call", rollout_id=job.rollout_id)
     writer = folder.log(job)
     if writer.found_hash != head_hash:
         writer.close()

@@ -22,6 +22,7 @@ from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.transport import Transport, shared_transport
 
 NAME_CHARS_MAX = 128
+MEMBERS_MAX = 100_000
 GROUPS_KEPT = 64  # that are over; a later asking for an older one finds it in the run's folder
 
 
@@ -83,6 +84,8 @@ class AsyncRun:
             for rollout in list(self._part.live.values()):
                 await rollout._close()
         finally:
+            self._groups.clear()
+            self._part.live.clear()
             await self._part.leave()
 
     async def group(self, task: Task, n: int, *, key: str) -> AsyncGroup:
@@ -97,6 +100,8 @@ class AsyncRun:
             TaskError, NotFound: The environment can't be made.
         """
         check_count(n=n)
+        if n > MEMBERS_MAX:
+            raise InvalidSpec(f"n={n}: a group has at most {MEMBERS_MAX} members")
         if not key:
             raise InvalidSpec("a group needs a key: what names it in every process that asks for it")
         self._part.toolbox(task)  # an unknown tool is told before anything starts

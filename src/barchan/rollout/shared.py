@@ -25,7 +25,7 @@ from barchan.rollout.record import RolloutRecord
 from barchan.rollout.store import FORMAT, ROLLOUTS, RUN, TASKS, RunInfo, artifact_path, read_run
 from barchan.rollout.task import Task
 from barchan.trajectory.format import Header, log_path
-from barchan.trajectory.reader import verify
+from barchan.trajectory.reader import Verification, verify
 from barchan.trajectory.writer import TrajectoryWriter
 
 GROUPS = "groups"
@@ -237,8 +237,8 @@ class SharedFolder:
         except Conflict:
             return TrajectoryWriter.reopen(path)
 
-    def head_hash(self, rollout_id: str) -> str:
-        """The hash of a rollout's last entry.
+    def verify_log(self, rollout_id: str) -> Verification:
+        """What a rollout's log has come to.
 
         Raises:
             BlobCorrupt: The log is broken.
@@ -246,7 +246,7 @@ class SharedFolder:
         found = verify(log_path(self.path, rollout_id))
         if not found.ok:
             raise BlobCorrupt(f"the log of rollout {rollout_id} is broken: {found.why}")
-        return found.head_hash
+        return found
 
     def add_artifact(self, rollout_id: str, data: bytes) -> None:
         """Keep an artifact that is no text."""

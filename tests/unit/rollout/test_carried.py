@@ -72,6 +72,15 @@ def test_anything_else_is_refused(data: bytes, tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_state_of_another_release_is_refused() -> None:
+    """One that lacks a field, or has another: nobody guesses at what it would be."""
+    for change in (lambda state: vars(state).pop("said"), lambda state: vars(state).update(extra=1)):
+        state = full_state()
+        change(state)
+        with pytest.raises(BlobCorrupt, match="release"):
+            carried.load(carried.dump(state))
+
+
 def test_what_was_kept_last_is_found(tmp_path: Path) -> None:
     """Each time the whole of it; after the rollout's end there is nothing."""
     (tmp_path / "trajectories").mkdir()

@@ -164,7 +164,7 @@ def test_a_log_is_begun_or_taken_over(tmp_path: Path) -> None:
     first = one.log(job)
     first.entry("note", {})
     head_hash = first.head_hash
-    assert (one.has_log("g-0-0"), two.head_hash("g-0-0")) == (True, head_hash)
+    assert (one.has_log("g-0-0"), two.verify_log("g-0-0").head_hash) == (True, head_hash)
     second = two.log(job)
     assert second.found_hash == head_hash
     with pytest.raises(Conflict):
@@ -174,7 +174,7 @@ def test_a_log_is_begun_or_taken_over(tmp_path: Path) -> None:
     path = log_path(tmp_path, "g-0-0")
     path.write_bytes(path.read_bytes().replace(b'"note"', b'"nope"'))
     with pytest.raises(BlobCorrupt, match="g-0-0"):
-        two.head_hash("g-0-0")
+        two.verify_log("g-0-0")
 
 
 def test_a_broken_group_file_is_told(tmp_path: Path) -> None:
