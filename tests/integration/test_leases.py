@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from barchan.errors import CapacityError, Conflict, QuotaExceeded, SandboxExpire
 from barchan.model.node import Budget, LeaseInfo, LeaseRequest
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.lease import Lease
+from barchan.sdk.options import CreateOptions
 from barchan.sdk.transport import Transport
 from tests.nodes import NodeProcess
 
@@ -45,7 +47,12 @@ def told(node: NodeProcess, lease_id: str) -> LeaseInfo:
 async def test_sandboxes_carry_the_labels_of_their_lease(node: NodeProcess, client: AsyncClient) -> None:
     """A label of the create's own wins; asking again by the create id finds the same sandbox."""
     async with held(client, LeaseRequest(labels={"run": "a", "role": "agent"})) as lease_id:
-        options = {"memory_mib": 64, "lease_id": lease_id, "labels": {"role": "grader"}, "create_id": "labelled"}
+        options: CreateOptions = {
+            "memory_mib": 64,
+            "lease_id": lease_id,
+            "labels": {"role": "grader"},
+            "create_id": "labelled",
+        }
         sandbox = await client.create("debian", **options)
         assert (await sandbox.info()).spec.labels == {"run": "a", "role": "grader"}
         assert [info.sandbox_id for info in await client.list(labels={"run": "a"})] == [sandbox.id]
@@ -132,7 +139,7 @@ async def test_a_sandbox_goes_over_to_who_asks_again_for_it(node: NodeProcess, c
     gone = Transport(client.endpoint)
     labels = {"run": "again"}
     old = Lease(gone, LeaseRequest(labels=labels, grace_s=3.0))
-    options = {"memory_mib": 64, "create_id": "mine again"}
+    options: dict[str, Any] = {"memory_mib": 64, "create_id": "mine again"}
     sandbox = await client.create("debian", lease_id=await old.ensure(), **options)
     async with held(client, LeaseRequest(labels=labels)) as new_id:
         assert (await client.create("debian", lease_id=new_id, **options)).id == sandbox.id

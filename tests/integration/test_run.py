@@ -23,6 +23,7 @@ from barchan.rollout.live import AsyncRollout, is_abandoned
 from barchan.rollout.store import read_rollouts, read_tasks
 from barchan.rollout.task import Environment
 from barchan.sdk.aio.client import AsyncClient
+from barchan.sdk.build import build
 from barchan.sdk.recipe import Put, Recipe, Run
 from barchan.trajectory.format import log_files
 from barchan.trajectory.reader import verify
@@ -441,9 +442,7 @@ async def test_waiting_takes_no_agent_time_and_loses_no_lease(client: AsyncClien
         assert (await solve(rollout)).reward == 1.0
 
 
-async def test_members_start_from_a_recipe_that_is_made_once(
-    client: AsyncClient, trainer: Callable[..., Trainer], tmp_path: Path
-) -> None:
+async def test_members_start_from_a_recipe_that_is_made_once(client: AsyncClient, tmp_path: Path) -> None:
     """Two groups that ask at once start from one image, with what its steps did; a recipe that fails says why, and the
     key can be asked for again.
     """
@@ -465,6 +464,7 @@ async def test_members_start_from_a_recipe_that_is_made_once(
                 seen.add(observation.results[0].content)
         assert len(seen) == 1
         assert seen.pop().startswith(stamp)
+        await client.remove_image(await build(client, recipe))
         broken = Recipe(base="debian", steps=(Run(command="exit 3"),))
         for _ in range(2):
             with pytest.raises(TaskError, match="3"):
