@@ -24,7 +24,7 @@ LOOK = [f"cd {REPO}", "ls", "head README.rst", f"cat {FILE}", TESTS, *(f"grep -r
 
 
 def broken_package(folder: Path) -> barchan.Task:
-    download = [sys.executable, "-m", "pip", "download", "-qd", folder, "--no-deps", "--no-binary", ":all:"]
+    download = [sys.executable, "-m", "pip", "download", "-qd", str(folder), "--no-deps", "--no-binary", ":all:"]
     subprocess.run([*download, "idna==3.10"], check=True)
     shutil.unpack_archive(folder / "idna-3.10.tar.gz", folder, filter="data")
     source = folder / "idna-3.10/idna/intranges.py"
