@@ -7,7 +7,7 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak clean
+.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak profile clean
 
 setup:
 	@scripts/setup.sh
@@ -52,6 +52,10 @@ rollout-llm-tools:
 # Minutes: DURATION=6 for a short one, whose comparisons say less.
 soak: setup
 	$(BIN)/python scripts/soak.py --minutes $(or $(DURATION),60)
+
+profile: setup
+	$(BIN)/python scripts/profile_pipeline.py rate
+	$(BIN)/python scripts/profile_pipeline.py slow
 
 clean:
 	rm -rf build dist src/barchan/_guest .pytest_cache .mypy_cache .ruff_cache .hypothesis
