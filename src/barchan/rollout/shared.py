@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ def other_group(key: str, *, is_of_other_size: bool) -> Conflict:
 
 
 class Lines(Generic[T]):
-    """One file of JSON lines that many processes append to. `new()` gives what it has grown by."""
+    """One file of JSON lines that many processes append to. `new()` gives a thread at a time what it has grown by."""
 
     def __init__(self, path: Path, kind: type[T]) -> None:
         self._path = path
@@ -168,6 +169,7 @@ class SharedFolder:
         self._tasks: Lines[_TaskLine] = Lines(path / TASKS, _TaskLine)
         self._task_ids: set[str] = set()
         self._verdicts: dict[str, Verdict] = {}
+        self._reading = threading.Lock()
         for lines in (self._rows, self._tasks):
             with lines.locked():
                 pass  # makes the file
@@ -210,9 +212,10 @@ class SharedFolder:
 
     def verdict(self, rollout_id: str) -> Verdict | None:
         """What became of a rollout, whoever drove it; None: nothing yet."""
-        if rollout_id not in self._verdicts:
-            self._verdicts |= {row.rollout_id: row.verdict for row in self._rows.new()}
-        return self._verdicts.get(rollout_id)
+        with self._reading:  # the members of a group ask from threads
+            if rollout_id not in self._verdicts:
+                self._verdicts |= {row.rollout_id: row.verdict for row in self._rows.new()}
+            return self._verdicts.get(rollout_id)
 
     def log(self, job: Job) -> TrajectoryWriter:
         """Start a rollout's log, or take it over.

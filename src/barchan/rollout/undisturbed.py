@@ -1,7 +1,7 @@
 """The platform's work in a sandbox whose programs may stand in its way.
 
-A file operation is done by a small process of the asking user's, so that the kernel checks what that user may. Other
-processes of the same user can kill or stop it. Whoever does that has no failure of the platform to show for it: all
+No program of the guest can touch a file operation, but the platform's own programs in a sandbox run as one of its
+users, whose other programs can kill or stop them. Whoever does that has no failure of the platform to show for it: all
 that runs in the sandbox is ended, and the work is done again.
 """
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -46,6 +47,17 @@ def test_a_name_follows_from_run_and_key(key: str) -> None:
     assert name.isascii() and len(member_id(name, 99999, 99)) < 100
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
     assert member_of(member_id(name, 15, 2)) == (name, 15, 2)
+
+
+def test_threads_see_every_verdict(tmp_path: Path) -> None:
+    """However many ask at once, none is told that there is no verdict while another one reads it."""
+    ids = [f"k-{index}-0" for index in range(200)]
+    writer = folder(tmp_path)
+    for rollout_id in ids:
+        writer.add(record(rollout_id))
+    with ThreadPoolExecutor(16) as threads:
+        for _ in range(20):
+            assert list(threads.map(folder(tmp_path).verdict, ids)) == [SCORED] * len(ids)
 
 
 def test_other_runs_and_keys_have_other_names() -> None:
