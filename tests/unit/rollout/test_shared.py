@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,14 +50,22 @@ def test_a_name_follows_from_run_and_key(key: str) -> None:
     assert member_of(member_id(name, 15, 2)) == (name, 15, 2)
 
 
-def test_threads_see_every_verdict(tmp_path: Path) -> None:
+def test_threads_see_every_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ask at once, none is told that there is no verdict while another one reads it."""
     ids = [f"k-{index}-0" for index in range(200)]
     writer = folder(tmp_path)
     for rollout_id in ids:
         writer.add(record(rollout_id))
+    read = module.Lines.new
+
+    def slowly(lines: Lines[object]) -> list[object]:
+        found = read(lines)
+        time.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(module.Lines, "new", slowly)
     with ThreadPoolExecutor(16) as threads:
-        for _ in range(20):
+        for _ in range(3):
             assert list(threads.map(folder(tmp_path).verdict, ids)) == [SCORED] * len(ids)
 
 
