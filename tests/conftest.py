@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -16,6 +17,9 @@ from barchan.sdk.endpoint import default_state_dir
 from tests.nodes import NodeProcess
 from tests.requirements import ONE_OF, PROBES, must_run
 
+# Ignored by whoever started this in the background, it would be ignored by every program that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # How fast an example runs says nothing on a busy machine; each test has its own time-out.
 settings.register_profile("barchan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("barchan")
