@@ -286,9 +286,9 @@ async def test_a_rollout_goes_on_in_the_process_it_was_sent_to(
             process.stdin.write("go on\n")
             process.stdin.flush()
             assert (await asyncio.to_thread(process.stdout.readline)).strip() == "1.0"
-        found = await run.rollout(rollout.rollout_id)
-        assert found.verdict is not None and found.verdict.reward == 1.0
-        assert len(read_rollouts(tmp_path / "out")) == 1
+        (again,), found = await members(await run.group(TASK, 1, key="k")), await run.rollout(rollout.rollout_id)
+        (row,) = read_rollouts(tmp_path / "out")
+        assert again.verdict == found.verdict == row.verdict
 
 
 async def test_a_stale_copy_of_a_rollout_is_refused(client: AsyncClient, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def rollout(
     out: Path | None = None,
     resume: Path | None = None,
     template: str = "debian",
-    memory_mib: Count = 512,
+    memory_mib: Annotated[int, Parameter(validator=Number(gte=16))] = 512,
     repos: Path | None = None,
     base: Words = (),
     keep_images: bool = False,

@@ -17,6 +17,7 @@ from barchan.rollout.table import TaskRow, worst_first
 
 LINE_EVERY_S = 5.0
 TASKS_SHOWN = 30
+EXAMPLE_CHARS = 200
 
 
 class Progress:
@@ -140,7 +141,10 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.truncated and summary.truncated_share is not None:
         rows.append(("truncated", f"{summary.truncated}, {summary.truncated_share:.1%} of those scored"))
     for kind, causes in (("scored", summary.scored_by_cause), ("void", summary.void_by_cause)):
-        rows += [(f"{kind}: {cause}", str(count)) for cause, count in causes.items() if cause != "completed"]
+        for cause, count in causes.items():
+            example = summary.void_example.get(cause, "") if kind == "void" else ""
+            if cause != "completed":
+                rows.append((f"{kind}: {cause}", f"{count}, as {example[:EXAMPLE_CHARS]}" if example else str(count)))
     return [*rows, ("results", summary.out)]
 
 

@@ -106,11 +106,14 @@ async def _tick(progress: Progress) -> None:
 
 async def _require_images(client: AsyncClient, tasks: Sequence[Task], template: str) -> None:
     """Better one line now than every rollout void."""
-    known = [name for image in await client.images() for name in (image.name, image.digest)]
+    images = await client.images()
     for task in tasks:
         wanted = _base(task.environment.recipe) or template
-        if not any(name == wanted or name.startswith(wanted) for name in known):
-            raise NotFound(f"task {task.task_id}: no image {wanted!r} (try: sudo barchan image build debian)")
+        digest = wanted.removeprefix("sha256:")
+        if not any(image.name == wanted or (len(digest) >= 12 and image.digest.startswith(digest)) for image in images):
+            have = ", ".join(image.name for image in images if not image.name.startswith("prep-")) or "none"
+            build = "barchan image build debian" if wanted == "debian" else "barchan image list, --base or --template"
+            raise NotFound(f"task {task.task_id}: no image {wanted!r}; there are: {have} (try: {build})")
 
 
 def _base(recipe: Recipe | None) -> str:

@@ -5,9 +5,11 @@ side is no exception here: the rollout is then over, and `finish` gives the void
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+import msgspec
 from msgspec.structs import asdict, replace
 
 from barchan.errors import BarchanError, Conflict, InvalidSpec, NotFound, SandboxLost
@@ -210,6 +212,7 @@ class Rollout:
             requests=requests,
             wait_ms=wait_ms,
         )
+        _check_completion(completion)
         state.completions.append(completion)
         state.meter.tokens += completion.completion_tokens
         state.said = text
@@ -235,6 +238,8 @@ class Rollout:
             return self._observation(())
         if state.over is not None or state.ended is not None or self._workspace is None:
             raise Conflict(f"rollout {self.rollout_id} takes no turn: {state.over or 'it was not opened'}")
+        if isinstance(tool_calls, str | Mapping | ToolCall):
+            raise InvalidSpec("tool_calls is a list of calls")
         if timeout_s is not None and timeout_s <= 0:
             raise InvalidSpec(f"timeout_s={timeout_s}: a call needs time")
         state.enter("exec")
@@ -294,6 +299,8 @@ class Rollout:
         Raises:
             Conflict: It was not opened, or another process goes on with it.
         """
+        if cause is not None and cause not in get_args(Cause):
+            raise InvalidSpec(f"cause={cause!r}: it is none of ours")
         await self.hand_in(cause)
         state = self._state
         if state.verdict is not None:
@@ -472,3 +479,14 @@ def _sampled(completion: Completion) -> Mapping[str, Any]:
     """A model call as the trajectory log has it."""
     usage = {"prompt_tokens": completion.prompt_tokens, "completion_tokens": completion.completion_tokens}
     return {**asdict(completion), "usage": usage}
+
+
+def _check_completion(completion: Completion) -> None:
+    """Better refused here than a line in the results that nobody can read."""
+    try:
+        msgspec.convert(asdict(completion), Completion)
+        completion.text.encode()
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise InvalidSpec(f"no record of a model call: {error}") from error
+    if not all(map(math.isfinite, completion.logprobs)):
+        raise InvalidSpec("log-probs are finite numbers")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from barchan.errors import BackendError, RequirementMissing
+from barchan.errors import InvalidSpec, RequirementMissing
 from barchan.rollout.advantages import Advantages
 from barchan.rollout.record import RolloutRecord, Timings
 from barchan.rollout.store import iter_rollouts
@@ -81,7 +81,7 @@ def write_jsonl(path: Path, lines: Iterator[Row]) -> int:
     """Write the rows as lines of JSON; returns how many.
 
     Raises:
-        BackendError: They can't be written.
+        InvalidSpec: They can't be written.
     """
     encoder = msgspec.json.Encoder()
     count = 0
@@ -91,7 +91,7 @@ def write_jsonl(path: Path, lines: Iterator[Row]) -> int:
                 file.write(encoder.encode(row) + b"\n")
                 count += 1
     except OSError as error:
-        raise BackendError(f"{path} can't be written: {error.strerror}") from error
+        raise InvalidSpec(f"{path} can't be written: {error.strerror}") from error
     return count
 
 
@@ -100,7 +100,7 @@ def write_parquet(path: Path, lines: Iterator[Row]) -> int:
 
     Raises:
         RequirementMissing: pyarrow is not installed.
-        BackendError: They can't be written.
+        InvalidSpec: They can't be written.
     """
     try:
         import pyarrow
@@ -120,7 +120,7 @@ def write_parquet(path: Path, lines: Iterator[Row]) -> int:
                     batch = []
             writer.write_table(pyarrow.Table.from_pylist(batch, schema))
     except (OSError, OverflowError, pyarrow.ArrowException) as error:
-        raise BackendError(f"{path} can't be written: {error}") from error
+        raise InvalidSpec(f"{path} can't be written: {error}") from error
     return count
 
 

@@ -69,6 +69,15 @@ class AsyncGroup:
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)
 
+    async def _find_again(self) -> None:
+        """Members that went on in another process and are over there: those have their verdict here, too."""
+        folder = self._run._part.folder
+        for place, rollout in enumerate(self._ready):
+            if folder is not None and rollout.is_elsewhere:
+                verdict = await asyncio.to_thread(folder.verdict, rollout.rollout_id)
+                if verdict is not None:
+                    self._ready[place] = ended(self._run, self._job(rollout.index, rollout.attempt), verdict)
+
     async def _stop(self) -> None:
         """Open no more members: the run is being left."""
         tasks = [*self._members, *([self._starting] if self._starting is not None else [])]

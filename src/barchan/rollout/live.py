@@ -281,10 +281,10 @@ def _take_over(folder: SharedFolder, job: Job, head_hash: str) -> TrajectoryWrit
     """
     told = Conflict(f"rollout {job.rollout_id} has gone on in another process since", rollout_id=job.rollout_id)
     found = folder.verify_log(job.rollout_id)
-    if found.head_hash != head_hash:
-        raise told
     if found.open_intents:
         raise Conflict(f"rollout {job.rollout_id} was cut short in the middle of a call", rollout_id=job.rollout_id)
+    if found.head_hash != head_hash:
+        raise told
     writer = folder.log(job)
     if writer.found_hash != head_hash:
         writer.close()

@@ -102,7 +102,9 @@ class AsyncRun:
         check_count(n=n)
         if n > MEMBERS_MAX:
             raise InvalidSpec(f"n={n}: a group has at most {MEMBERS_MAX} members")
-        if not key:
+        if not isinstance(task, Task):
+            raise InvalidSpec(f"a group is of a Task, and this is a {type(task).__name__}")
+        if type(key) is not str or not key:
             raise InvalidSpec("a group needs a key: what names it in every process that asks for it")
         self._part.toolbox(task)  # an unknown tool is told before anything starts
         await self._part.ensure_open()
@@ -113,6 +115,7 @@ class AsyncRun:
             self._forget_old_groups()
             self._groups.setdefault(key, AsyncGroup(self, name, key, task, n, index))
         group = self._groups[key]
+        await group._find_again()
         if (group.task, group.n) != (task, n):
             raise other_group(key, is_of_other_size=group.n != n)
         await group._begin()

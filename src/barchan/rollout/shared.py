@@ -107,11 +107,12 @@ class Lines(Generic[T]):
             file.seek(self._offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
         try:
-            return [self._decoder.decode(line) for line in whole.splitlines()]
+            lines = [self._decoder.decode(line) for line in whole.splitlines()]
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise InvalidSpec(f"{self._path}, before byte {self._offset}: {error}") from error
+            raise InvalidSpec(f"{self._path}, after byte {self._offset}: {error}") from error
+        self._offset += len(whole)
+        return lines
 
     @contextmanager
     def locked(self) -> Iterator[int]:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -121,7 +122,13 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_unused = error is not None and self._file.tell() == 0 and not (self.path / FOLDER).exists()
         self._file.close()
+        if is_unused:  # refused before anything started: the folder is free for the next try
+            for name in (ROLLOUTS, TASKS, RUN):
+                (self.path / name).unlink(missing_ok=True)
+            with suppress(OSError):  # something else lies in it
+                self.path.rmdir()
 
     @property
     def rollout_ids(self) -> frozenset[str]:

@@ -50,6 +50,7 @@ class Summary(Struct, frozen=True, kw_only=True):
             voiding can have moved it.
         not_started: Rollouts that a cancelled run never began.
         truncated_share: Of scored rollouts.
+        void_example: Per cause, what the first of them says.
         turns, tool_calls, malformed_calls, prompt_tokens, completion_tokens: Of scored and void rollouts together.
         wall_s: Of this process; `rollouts_per_s` counts every try that it has begun itself.
     """
@@ -71,6 +72,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     truncated: int
     truncated_share: float | None
     void_by_cause: dict[str, int]
+    void_example: dict[str, str]
     scored_by_cause: dict[str, int]
     groups: GroupMix
     wall_s: float
@@ -94,6 +96,7 @@ class Tally:
         self._reward_sum = 0.0
         self._statuses: Counter[str] = Counter()
         self._causes: dict[str, Counter[str]] = {"scored": Counter(), "void": Counter(), "cancelled": Counter()}
+        self._void_example: dict[str, str] = {}
         self._truncated = 0
         self._groups: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
         self._tasks: dict[str, TaskTally] = {}
@@ -154,6 +157,9 @@ class Tally:
         self._turns += record.turns
         self._tool_calls.update(record.tool_calls)
         self._malformed += record.malformed_calls
+        if verdict.status == "void" and verdict.evidence:
+            fact = verdict.evidence[0]
+            self._void_example.setdefault(verdict.cause, f"{record.task_id}: {fact.source}: {fact.value}")
         if verdict.reward is not None:
             self._truncated += verdict.truncated
             self._reward_sum += verdict.reward
@@ -207,6 +213,7 @@ class Tally:
             truncated=self._truncated,
             truncated_share=self._truncated / self.scored if self.scored else None,
             void_by_cause=_most_first(self._causes["void"]),
+            void_example=self._void_example,
             scored_by_cause=_most_first(self._causes["scored"]),
             groups=self._mix(),
             wall_s=round(wall_s, 3),

@@ -7,6 +7,7 @@ passes, the candidate was the cause.
 """
 
 import signal
+import traceback
 from typing import Literal
 
 from msgspec import Struct
@@ -185,6 +186,9 @@ def decided(first: Verdict, control: Control, second: Verdict | None = None) -> 
     facts = (Evidence(source="control", fact="known-good artifact", value=control.outcome), *told)
     if control.outcome == "none" or second is None:
         fault: Fault = {"wrong": "task", "undecided": "platform"}.get(control.outcome, first.fault)  # type: ignore[assignment]
+        crashes = (first, control.verdict)  # a task's own function that fails for the known-good artifact, too
+        if all(one is not None and (one.fault, one.cause) == ("task", "grader_crash") for one in crashes):
+            fault = "task"
         return replace(first, fault=fault, evidence=first.evidence + facts)
     if not is_undecided(second):
         return replace(second, evidence=second.evidence + facts)
@@ -223,7 +227,9 @@ def verdict_of_error(error: BaseException, stage: str) -> Verdict:
             evidence += (Evidence(source="task", fact="output", value=error.details["output"]),)
         return void("task", next((cause for cause in TASK_CAUSES if cause == told), "task_invalid"), evidence)
     if stage == "policy":
-        return void("caller", "policy_error", evidence)
+        place = traceback.extract_tb(error.__traceback__)[-1:]
+        told_at = tuple(Evidence(source="policy", fact="at", value=f"{at.filename}:{at.lineno}") for at in place)
+        return void("caller", "policy_error", evidence + told_at)
     if isinstance(error, GuestError):
         if stage in ("setup", "create", "grade"):  # nothing of the policy's was running
             return void("task", "grader_crash" if stage == "grade" else "task_invalid", evidence)

@@ -120,7 +120,10 @@ def _text(span: Span) -> str:
         case "verdict":
             reward = body.get("reward")
             told = f"verdict: {as_text(body.get('status'))}, {as_text(body.get('cause'))}"
-            return told if reward is None else f"{told}, reward {reward}"
+            if reward is not None:
+                return f"{told}, reward {reward}"
+            facts = [fact for fact in body.get("evidence") or () if isinstance(fact, dict)]
+            return "; ".join([told, *(f"{fact.get('source')}: {fact.get('value')}" for fact in facts[:3])])
         case "cancel" | "note":
             return f"{span.kind}: {_flat(body)}"
 

@@ -275,6 +275,33 @@ async def test_unequal_ids_and_log_probs_are_refused() -> None:
         await rollout.record(completion_ids=[1, 2], logprobs=[-1.0])
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"completion_ids": [1], "logprobs": [float("-inf")]},
+        {"completion_ids": [1], "logprobs": [float("nan")]},
+        {"completion_ids": ["a"]},
+        {"completion_ids": [1.5]},
+        {"text": 3},
+        {"text": "\ud800"},
+        {"policy_version": 1.5},
+        {"wait_ms": "x"},
+    ],
+)
+async def test_a_model_call_that_no_reader_could_take_is_refused(call: dict[str, Any]) -> None:
+    """Said to whoever records it, and nothing of it is kept: one such line would make a run's results unreadable."""
+    rollout = await opened(FakeClient())
+    with pytest.raises(InvalidSpec):
+        await rollout.record(**call)
+    with pytest.raises(InvalidSpec, match="none of ours"):
+        await rollout.finish("bogus")  # type: ignore[arg-type]
+    for calls in ("submit", call_to("submit")):
+        with pytest.raises(InvalidSpec, match="a list of calls"):
+            await rollout.act(calls)  # type: ignore[arg-type]
+    assert (await rollout.finish()).status == "scored"
+    assert rollout.row().completions == ()
+
+
 async def test_handing_in_frees_the_sandbox_before_anything_is_graded() -> None:
     """The artifact has left, the agent's sandbox has ended, no grader has begun; no further turn can be taken."""
     client = FakeClient()

@@ -128,6 +128,17 @@ def options(**given: Any) -> PolicyOptions:
     return PolicyOptions(**{**dict.fromkeys(names), "tool_format": "openai", "temperature": 0.0, **given})
 
 
+@pytest.mark.parametrize("script", ["[]", '{"HumanEval/9": []}', '{"HumanEval/9": [{"name": "submit"}]}'])
+def test_a_script_without_a_line_for_a_task_is_refused(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The oracle does not play in its place."""
+    (tmp_path / "s.json").write_text(script)
+    words = ["--limit", "1", "--policy", "script", "--script", str(tmp_path / "s.json"), "--out", str(tmp_path / "r")]
+    assert main(["rollout", "humaneval", *words]) == 2
+    assert "nothing for task HumanEval/0" in capsys.readouterr().err
+
+
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--out` of an earlier run is wrong usage: nothing is written over."""
     (tmp_path / "rollouts.jsonl").write_text("earlier\n")

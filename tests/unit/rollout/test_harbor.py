@@ -259,7 +259,7 @@ def test_what_is_refused_by_its_key(make: Make, config: str, key: str, why: str)
 @pytest.mark.parametrize(
     ("files", "name", "why"),
     [
-        ({"instruction_dot_md": None}, "instruction.md", "can't be read"),
+        ({"instruction_dot_md": None}, "instruction.md", "is missing"),
         ({"tests__test_dot_sh": None}, "tests/test.sh", "is missing"),
         ({"environment__Dockerfile": None}, "environment/Dockerfile", "is missing"),
         ({"environment__Dockerfile": "FROM a\nVOLUME /x\n"}, "environment/Dockerfile", "2: VOLUME: is not supported"),

@@ -98,6 +98,23 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             folder.add(record(ONE))
 
 
+def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path: Path) -> None:
+    """What is raised before a rollout began removes what was made for it; what lay there and any result stay."""
+    path = tmp_path / "r"
+    with pytest.raises(NotFound), folder_at(path):
+        raise NotFound("no image")
+    assert not path.exists()
+    path.mkdir()
+    (path / "notes").write_text("mine")
+    with pytest.raises(NotFound), folder_at(path):
+        raise NotFound("no image")
+    assert [item.name for item in path.iterdir()] == ["notes"]
+    with pytest.raises(NotFound), folder_at(path) as folder:
+        folder.add(record(ONE))
+        raise NotFound("no room")
+    assert len(read_rollouts(path)) == 1
+
+
 def test_an_earlier_run_is_never_written_over(tmp_path: Path) -> None:
     """A folder that already holds a run is refused, and so is a path that can't be a folder."""
     with folder_at(tmp_path):

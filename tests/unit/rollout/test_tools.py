@@ -308,7 +308,7 @@ async def test_a_tool_that_does_not_end_is_cancelled() -> None:
     """A tool that keeps no time of its own is cut at its time, which the policy reads."""
     _, workspace = place()
     called = await OWN.call(workspace, call_to("slow", how="wait"), 0.05)
-    assert (called.result.status, called.result.content) == ("timed_out", "[timed out after 0 s]")
+    assert (called.result.status, called.result.content) == ("timed_out", "[timed out after 0.05 s]")
 
 
 async def test_a_tool_that_breaks_is_the_tasks_fault() -> None:

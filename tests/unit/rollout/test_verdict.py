@@ -125,6 +125,7 @@ def test_what_a_known_good_artifact_shows(verdict: Verdict, outcome: str) -> Non
         (FIRST, control_of(scored(0.0, "completed", False, ())), None, None, "task", "grader_timeout"),
         (CRASHED, control_of(FIRST), None, None, "platform", "grader_crash"),
         (CRASHED, Control(outcome="none"), None, None, "task", "grader_crash"),
+        (CRASHED, control_of(CRASHED), None, None, "task", "grader_crash"),
     ],
 )
 def test_a_control_decides(

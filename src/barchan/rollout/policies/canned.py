@@ -38,8 +38,7 @@ class ScriptPolicy:
     """Makes the calls that a script holds, one a turn; whether the last one submits is up to the script.
 
     Args:
-        scripts: By task id; the empty id is for every task that has none of its own. A task without any plays its own
-            `oracle`.
+        scripts: By task id; the empty id is for every task that has none of its own.
     """
 
     name = "script"
@@ -48,7 +47,7 @@ class ScriptPolicy:
         self._scripts = scripts
 
     def script_of(self, task: Task) -> Sequence[ToolCall]:
-        return self._scripts.get(task.task_id) or self._scripts.get("") or task.oracle
+        return self._scripts.get(task.task_id) or self._scripts.get("") or ()
 
     async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
         return played(self.script_of(task), observation)

@@ -108,6 +108,8 @@ class _Folder:
     def _text(self, name: str) -> str:
         try:
             return (self._path / name).read_text("utf-8")
+        except FileNotFoundError as error:
+            raise task_error(self._path / name, "", "the file is missing") from error
         except (OSError, UnicodeDecodeError) as error:
             raise task_error(self._path / name, "", f"it can't be read: {error}") from error
 

@@ -3,15 +3,17 @@
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from barchan.errors import TaskError
 
 CONFIG = "task.toml"
 SCHEMA = re.compile(r"1\.[0-4]")
+Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
+Count = Annotated[int, Meta(ge=1)]
 Mode = Literal["public", "no-network", "allowlist"]
 
 
@@ -22,7 +24,7 @@ class Fields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Healthcheck(Fields, frozen=True, kw_only=True):
     command: str
     interval_sec: float = 5.0
-    timeout_sec: float = 30.0
+    timeout_sec: Seconds = 30.0
     start_period_sec: float = 0.0
     start_interval_sec: float = 5.0
     retries: int = 3
@@ -35,12 +37,12 @@ class Healthcheck(Fields, frozen=True, kw_only=True):
 class EnvironmentFields(Fields, frozen=True, kw_only=True):
     """`[environment]`, and `[verifier.environment]`, which has the same form."""
 
-    build_timeout_sec: float = 600.0
+    build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
     os: str = "linux"
-    cpus: float | None = None
-    memory_mb: int | None = None
-    storage_mb: int | None = None
+    cpus: Annotated[float, Meta(gt=0)] | None = None
+    memory_mb: Count | None = None
+    storage_mb: Count | None = None
     memory: str | None = None
     storage: str | None = None
     gpus: int | None = None
@@ -57,14 +59,14 @@ class EnvironmentFields(Fields, frozen=True, kw_only=True):
 
 
 class AgentFields(Fields, frozen=True, kw_only=True):
-    timeout_sec: float | None = None
+    timeout_sec: Seconds | None = None
     user: str | int | None = None
     network_mode: Mode | None = None
     allowed_hosts: list[str] | None = None
 
 
 class VerifierFields(Fields, frozen=True, kw_only=True):
-    timeout_sec: float = 600.0
+    timeout_sec: Seconds = 600.0
     env: dict[str, str] = {}
     user: str | int | None = None
     environment_mode: Literal["shared", "separate"] | None = None

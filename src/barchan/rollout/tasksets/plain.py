@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
+
 from barchan.errors import BarchanError, InvalidSpec, TaskError
 from barchan.rollout.graders import grader_of
 from barchan.rollout.task import Task
@@ -60,7 +62,7 @@ def _module(name: str, spec: str) -> ModuleType:
         return importlib.import_module(name)
     except SyntaxError as error:
         raise InvalidSpec(f"task set {spec}: {error.filename}:{error.lineno}: {error.msg}") from error
-    except Exception as error:  # whatever a module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
         place = _place(error, Path(importlib.__file__ or "").parent)
         raise InvalidSpec(f"task set {spec}: {place}{type(error).__name__}: {error}") from error
 
@@ -72,7 +74,7 @@ def _made(function: Callable[[], Any], module: ModuleType) -> list[Any]:
             return list(made)
     except BarchanError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{_place(error) or _line_of(function, module)}{type(error).__name__}: {error}") from error
     raise TaskError(f"{_line_of(function, module)}it gives {type(made).__name__}, and no tasks")
 
@@ -83,6 +85,12 @@ def _checked(function: Callable[[], Any], made: list[Any], line: str) -> list[Ta
     for index, task in enumerate(made):
         if not isinstance(task, Task):
             raise TaskError(f"{line}item {index} is no Task but {type(task).__name__}")
+        try:
+            msgspec.convert(msgspec.to_builtins(task), Task)  # a constructor checks no types
+        except msgspec.ValidationError as error:
+            raise TaskError(f"{line}task {task.task_id}: {error}") from error
+        if not task.task_id:
+            raise TaskError(f"{line}item {index} has no task_id")
     task_id, count = Counter(task.task_id for task in made).most_common(1)[0]
     if count > 1:
         raise TaskError(f"{line}{count} tasks are called {task_id}")
@@ -99,7 +107,7 @@ def _line_of(function: Callable[[], Any], module: ModuleType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else f"{module.__file__}: "
 
 
-def _place(error: Exception, *hidden: Path) -> str:
+def _place(error: BaseException, *hidden: Path) -> str:
     """The line that raised, but not one of the import machinery's: what fails there is the name itself."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         is_machinery = frame.filename.startswith("<") or Path(frame.filename).parent in hidden

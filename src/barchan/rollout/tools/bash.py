@@ -35,7 +35,7 @@ class BashTool:
         )
         notes = []
         if result.timed_out:
-            notes.append(f"[timed out after {timeout_s:.0f} s; everything that ran in the shell was killed]")
+            notes.append(f"[timed out after {timeout_s:g} s; everything that ran in the shell was killed]")
         elif result.exit_code:
             notes.append(f"[exit code {result.exit_code}]")
         if result.restarted:

@@ -41,7 +41,7 @@ def told(result: ExecResult, chars_max: int, timeout_s: float) -> ToolOutput:
     out = shown(result.stdout, chars_max, bytes_total=result.stdout_bytes, is_cut=result.truncated)
     note = ""
     if result.timed_out:
-        note = f"[timed out after {timeout_s:.0f} s and was killed]"
+        note = f"[timed out after {timeout_s:g} s and was killed]"
     elif result.oom_killed:
         note = "[killed: the sandbox's memory is used up]"
     elif result.exit_code:

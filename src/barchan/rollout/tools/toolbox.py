@@ -87,7 +87,7 @@ async def _bounded(tool: Tool, workspace: Workspace, arguments: Struct, timeout_
             return await tool.call(workspace, arguments, timeout_s=timeout_s)
     except TimeoutError as error:
         if clock.expired() and not tool.keeps_time:
-            return ToolOutput(content=f"[timed out after {timeout_s:.0f} s]", status="timed_out")
+            return ToolOutput(content=f"[timed out after {timeout_s:g} s]", status="timed_out")
         failure = ReadTimeout if is_ours(tool) else TaskError
         raise failure(f"tool {tool.name} did not end in its time") from error
     except BarchanError as error:
