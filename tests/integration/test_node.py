@@ -1,15 +1,21 @@
 """What a node owes its clients beyond running programs: ends, identities, bounds, networks."""
 
 import asyncio
+import gc
 import http.server
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 import barchan
 from barchan import AsyncClient
+from barchan.model.sandbox import SandboxSpec, StartRequest
+from barchan.node.admission import default_limits
+from barchan.node.live import Live
+from barchan.node.sandboxes import Sandboxes
 from tests.nodes import NodeProcess
 
 pytestmark = pytest.mark.requires("root", "cgroup")
@@ -212,3 +218,22 @@ async def test_kernel_counters_of_a_sandbox(client: AsyncClient) -> None:
         assert stats.cpu_s > 0
         assert stats.memory_peak_bytes <= 64 << 20
         assert (await sandbox.exec("kill -9 $$")).oom_killed is False
+
+
+async def test_a_sandbox_that_ended_is_let_go(images: Path, tmp_path: Path) -> None:
+    """However long it might have lived, nothing of it stays in the node's memory."""
+    (tmp_path / "images").symlink_to(images)
+    sandboxes = Sandboxes(tmp_path, default_limits(), "0")
+    await sandboxes.start()
+    try:
+        for _ in range(5):
+            info = await sandboxes.create(SandboxSpec(template="debian", detach=True, ttl_s=86_400.0, memory_mib=64))
+            live = sandboxes.live[info.sandbox_id]
+            await live.processes.start(StartRequest(argv=("sleep", "60"), timeout_s=86_400.0))
+            await sandboxes.end(live, "test")
+            del live
+        gc.collect()
+        assert [item for item in gc.get_objects() if isinstance(item, Live)] == []
+    finally:
+        await sandboxes.shutdown()
+        await sandboxes.close()

@@ -32,6 +32,12 @@ class Live:
         self.processes: Processes
         self.files: Files
         self.network: Network | None = None
+        self.expiry: asyncio.TimerHandle | None = None
+
+    def let_go(self) -> None:
+        """It has ended: a timer would keep all of it in memory for as long as it might have lived."""
+        if self.expiry is not None:
+            self.expiry.cancel()
 
     def equip(self, handle: Handle, *, is_new: bool) -> None:
         self.is_equipped = True

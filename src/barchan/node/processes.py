@@ -48,6 +48,7 @@ class Processes:
         self._oom_killed: set[str] = set()
         self._oom_seen = 0 if is_new else handle.oom_kills()
         self._feeders: set[asyncio.Task[None]] = set()
+        self._deadlines: list[asyncio.TimerHandle] = []
         self.active = 0  # requests being served, for the idle timeout
 
     # building a START
@@ -144,7 +145,8 @@ class Processes:
         process = await self._patient_start(self._start(request, flags, request.spool_bytes), None)
         self._feed(process, request.stdin)
         if request.timeout_s is not None and process.exit is None:
-            self._guest.loop.call_later(request.timeout_s, self._deadline, process)
+            timer = self._guest.loop.call_later(request.timeout_s, self._deadline, process)
+            self._deadlines.append(timer)
         return self.info(process)
 
     async def _patient_start(self, start: wire.Start, collector: Collector | None) -> GuestProcess:
@@ -281,6 +283,8 @@ class Processes:
 
     async def close(self) -> None:
         """Stop what this node does for the sandbox's processes; they themselves live on."""
+        for timer in self._deadlines:
+            timer.cancel()
         for task in list(self._feeders):
             task.cancel()
         await asyncio.gather(*self._feeders, return_exceptions=True)

@@ -265,7 +265,7 @@ class Sandboxes:
         live.phase = next_phase("booting", Fact.INIT_UP)
         if live.spec.ttl_s is not None:
             left_s = live.created_unix_s + live.spec.ttl_s - time.time()
-            asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire, live, "ttl")
+            live.expiry = asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire, live, "ttl")
 
     async def _find_shell(self, live: Live) -> str:
         """The best shell of the template, asked of its first sandbox; /bin/sh when it has none."""
@@ -402,6 +402,7 @@ class Sandboxes:
 
     def _forget(self, live: Live) -> None:
         self.live.pop(live.sandbox_id, None)
+        live.let_go()
         self.leases.leave(live.spec.lease_id, live.sandbox_id)
         if live.spec.create_id is not None and self.by_create.get(live.spec.create_id) is live:
             del self.by_create[live.spec.create_id]
