@@ -23,9 +23,9 @@ from barchan.errors import BackendError, BlobCorrupt, Conflict, InvalidSpec, Not
 from barchan.model.verdict import Verdict
 from barchan.rollout.attempt import Job
 from barchan.rollout.record import RolloutRecord
-from barchan.rollout.store import FORMAT, ROLLOUTS, RUN, TASKS, RunInfo, artifact_path, read_run
+from barchan.rollout.store import FORMAT, ROLLOUTS, RUN, TASKS, RunInfo, artifact_path, header_of, read_run
 from barchan.rollout.task import Task
-from barchan.trajectory.format import Header, log_path
+from barchan.trajectory.format import log_path
 from barchan.trajectory.reader import Verification, verify
 from barchan.trajectory.writer import TrajectoryWriter
 
@@ -225,19 +225,8 @@ class SharedFolder:
             BlobCorrupt, BackendError: It can't be read, or written.
         """
         path = log_path(self.path, job.rollout_id)
-        header = Header(
-            rollout_id=job.rollout_id,
-            run_id=self.info.run_id,
-            task_id=job.task.task_id,
-            group_index=job.group_index,
-            sample_index=job.sample_index,
-            epoch=0,
-            created_unix_s=time.time(),
-            barchan_version=self._version,
-            policy=POLICY,
-        )
         try:
-            return TrajectoryWriter.create(path, header)
+            return TrajectoryWriter.create(path, header_of(job, self.info, self._version))
         except Conflict:
             return TrajectoryWriter.reopen(path)
 

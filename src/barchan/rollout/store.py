@@ -163,17 +163,7 @@ class RunFolder:
 
     async def open_log(self, job: Job) -> TrajectoryWriter:
         """Start a rollout's trajectory log; whoever asked closes it."""
-        header = Header(
-            rollout_id=job.rollout_id,
-            run_id=self.info.run_id,
-            task_id=job.task.task_id,
-            group_index=job.group_index,
-            sample_index=job.sample_index,
-            epoch=0,
-            created_unix_s=time.time(),
-            barchan_version=self.info.barchan_version,
-            policy=self.info.policy,
-        )
+        header = header_of(job, self.info, self.info.barchan_version)
         # In a thread, since it waits for the disk.
         return await asyncio.to_thread(TrajectoryWriter.create, log_path(self.path, job.rollout_id), header)
 
@@ -302,3 +292,22 @@ def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
         partial.rename(path)
     except OSError as error:
         raise BackendError(f"{path} can't be written: {error.strerror}") from error
+
+
+def header_of(job: Job, info: RunInfo, version: str) -> Header:
+    """The first line of a rollout's log.
+
+    Args:
+        version: Of the release that writes it, which in a run that goes on may be a later one.
+    """
+    return Header(
+        rollout_id=job.rollout_id,
+        run_id=info.run_id,
+        task_id=job.task.task_id,
+        group_index=job.group_index,
+        sample_index=job.sample_index,
+        epoch=0,
+        created_unix_s=time.time(),
+        barchan_version=version,
+        policy=info.policy,
+    )
