@@ -13,7 +13,7 @@ import barchan
 from barchan.errors import NotFound, SandboxExpired, TaskError
 from barchan.image.store import ImageStore
 from barchan.model.verdict import Evidence
-from barchan.rollout import artifact, patching
+from barchan.rollout import patching
 from barchan.rollout.artifact import TOO_LARGE, take
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.graders.placing import PATCH_FILE, place
@@ -236,11 +236,8 @@ async def is_hit(sandbox: AsyncSandbox, process_id: str, signal: str) -> bool:
 
 
 @pytest.mark.parametrize("signal", ["KILL", "STOP"])
-async def test_fighting_the_platform_does_not_keep_the_artifact(
-    client: AsyncClient, signal: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_fighting_the_platform_does_not_keep_the_artifact(client: AsyncClient, signal: str) -> None:
     """A program that kills or stops every other process of its user meets none of the platform's."""
-    monkeypatch.setattr(artifact, "READ_TIMEOUT_S", 10.0)
     for spec in (FileArtifact(bytes_max=64 << 20), FilesArtifact(paths=("tree",))):
         async with await client.create("debian", memory_mib=256, disk_mib=256) as sandbox:
             (

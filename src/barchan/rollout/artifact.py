@@ -13,8 +13,7 @@ from barchan.rollout.graders.base import Artifact
 from barchan.rollout.ports import Sandbox
 from barchan.rollout.tars import Tree, packed
 from barchan.rollout.task import DiffArtifact, FileArtifact, FilesArtifact, PatchArtifact, Task
-from barchan.rollout.tools.base import Workspace, is_guests_doing
-from barchan.rollout.undisturbed import undisturbed
+from barchan.rollout.tools.base import Workspace, in_time, is_guests_doing
 from barchan.rollout.verdict import TRUNCATING, scored
 
 TOO_LARGE = "larger than bytes"
@@ -30,11 +29,11 @@ async def take(workspace: Workspace, task: Task, image: str) -> Artifact | Evide
     spec, sandbox = task.artifact, workspace.sandbox
     try:
         if isinstance(spec, FileArtifact):
-            return await undisturbed(sandbox, lambda: _file(sandbox, spec), READ_TIMEOUT_S)
+            return await in_time(_file(sandbox, spec), READ_TIMEOUT_S)
         if isinstance(spec, PatchArtifact):
             return await _patch(sandbox, spec)
         if isinstance(spec, FilesArtifact):
-            return await undisturbed(sandbox, lambda: _files(sandbox, spec), READ_TIMEOUT_S)
+            return await in_time(_files(sandbox, spec), READ_TIMEOUT_S)
         if isinstance(spec, DiffArtifact):
             return Artifact(kind="diff", image=(await sandbox.snapshot(image)).name)
         return Artifact(kind="shared", sandbox=sandbox)

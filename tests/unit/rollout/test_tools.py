@@ -239,7 +239,6 @@ GUESTS = (
     Denied("not yours", errno=13),
     QuotaExceeded("full", errno=28),
     CallerError("no room for another process", process_id="p"),
-    BackendError("the applet was killed, for memory or by another process of its user", wstatus=9),
     InvalidSpec("not a path"),
 )
 OTHERS = (
@@ -250,6 +249,7 @@ OTHERS = (
     ConnectionLost("gone"),
     ReadTimeout("slow"),
     BackendError("the applet gave up", wstatus=1 << 8),
+    BackendError("the applet was killed", wstatus=9),
 )
 
 

@@ -8,13 +8,14 @@ The command runs what the agent has made, as a user who may write the reward, an
 what keeps one from the other: every verdict is `exposed`.
 """
 
+import asyncio
 import posixpath
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from barchan.errors import BarchanError, GuestError, NotFound, TaskError
+from barchan.errors import BarchanError, CallerError, GuestError, NotFound, TaskError
 from barchan.model.sandbox import ExecResult
 from barchan.model.verdict import Cause, Evidence, Verdict
 from barchan.rollout.graders.base import Artifact, Grading
@@ -23,14 +24,14 @@ from barchan.rollout.graders.reward import reward_of
 from barchan.rollout.ports import Sandbox
 from barchan.rollout.services import start_services
 from barchan.rollout.task import ScriptGrader
-from barchan.rollout.tools.base import is_guests_doing
-from barchan.rollout.undisturbed import end_all, undisturbed
+from barchan.rollout.tools.base import in_time, is_guests_doing
 from barchan.rollout.verdict import scored, void
 
 REWARD_BYTES_MAX = 64 << 10
 OUTPUT_BYTES_MAX = 64 << 10
 FILES_TIMEOUT_S = 120.0
 TAIL_CHARS = 800
+ENDS_AT_ONCE = 16
 
 
 class NoReward(Struct, frozen=True):
@@ -68,15 +69,15 @@ class ScriptGrading:
     async def _in(self, sandbox: Sandbox, grading: Grading, *, is_shared: bool) -> Verdict:
         """While the platform works in it, nothing of the artifact's runs in a sandbox of the grader's own."""
         try:
-            await undisturbed(sandbox, lambda: self._prepare(sandbox, grading), FILES_TIMEOUT_S)
+            await in_time(self._prepare(sandbox, grading), FILES_TIMEOUT_S)
             if self._spec.services and not is_shared:
                 await start_services(sandbox, grading.task.environment.services, grading.log)
             result = await self._run(sandbox)
             if not is_shared:
-                await end_all(sandbox)
+                await _end_all(sandbox)
             found: tuple[float, dict[str, float]] | NoReward = NoReward("grader_timeout", "")
             if not result.timed_out:
-                found = await undisturbed(sandbox, lambda: self._reward(sandbox), FILES_TIMEOUT_S)
+                found = await in_time(self._reward(sandbox), FILES_TIMEOUT_S)
         except BarchanError as error:
             if not isinstance(error, GuestError) and not is_guests_doing(error):
                 raise
@@ -143,6 +144,25 @@ def parsed(data: bytes, *, is_json: bool) -> tuple[float, dict[str, float]] | No
         return reward_of(float(text) if "_" not in text else text)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         return NoReward("reward_malformed", str(error))
+
+
+async def _end_all(sandbox: Sandbox) -> None:
+    """End every process that the platform has started in a sandbox, with all that it has left behind."""
+    turns = asyncio.Semaphore(ENDS_AT_ONCE)
+
+    async def end(process_id: str) -> None:
+        async with turns:
+            try:
+                await sandbox.process(process_id).kill()
+            except CallerError as error:
+                if "sandbox_id" in error.details:
+                    raise
+                return  # the node has forgotten it meanwhile
+
+    ends = [end(process.process_id) for process in await sandbox.processes()]
+    for failed in await asyncio.gather(*ends, return_exceptions=True):
+        if failed is not None:
+            raise failed
 
 
 def _evidence(result: ExecResult, spec: ScriptGrader) -> tuple[Evidence, ...]:

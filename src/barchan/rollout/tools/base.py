@@ -5,18 +5,20 @@ that the two can't differ. What a policy does wrong is told to it as the call's 
 raised.
 """
 
-import os
+import asyncio
 import time
-from typing import Any, Literal, Protocol
+from collections.abc import Awaitable
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from barchan.errors import BackendError, BarchanError, CallerError, Denied, SandboxExpired
+from barchan.errors import BarchanError, CallerError, Denied, ReadTimeout, SandboxExpired
 from barchan.model.sandbox import ExecResult
 from barchan.rollout.ports import Sandbox, Shell
 from barchan.sdk.aio.shell import ShellPoint
 
+T = TypeVar("T")
 CAPTURE_BYTES_MAX = 256 << 10  # per stream; what a policy is shown is far less
 
 
@@ -87,14 +89,21 @@ class Workspace:
 def is_guests_doing(error: BarchanError) -> bool:
     """Whether the guest itself can have caused a failure of an operation in it: its files, its limits.
 
-    Errors about the sandbox as a whole are not among them. An operation's process that was killed is: by the kernel
-    for memory, or by another process of its user.
+    Errors about the sandbox as a whole are not among them, nor is an operation's process that was killed: it is in no
+    guest's memory limit, and no guest's program can signal it.
     """
-    if isinstance(error, BackendError) and "wstatus" in error.details:
-        return os.WIFSIGNALED(int(error.details["wstatus"]))
     if not isinstance(error, CallerError) or isinstance(error, SandboxExpired) or "sandbox_id" in error.details:
         return False
     return not isinstance(error, Denied) or "errno" in error.details
+
+
+async def in_time(work: Awaitable[T], timeout_s: float) -> T:
+    """What the platform does in a sandbox, with a bound on all of it together."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except TimeoutError as error:
+        raise ReadTimeout(f"not done in {timeout_s:g} s") from error
 
 
 class Tool(Protocol):
