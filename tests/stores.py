@@ -1,9 +1,13 @@
 """An image store of a test's own, so that what it builds goes with it."""
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from barchan.image.store import ImageStore
+from tests.nodes import NodeProcess
 
 
 def copy_base(machine: Path, to: Path, *names: str) -> Path:
@@ -17,3 +21,11 @@ def copy_base(machine: Path, to: Path, *names: str) -> Path:
         for layer in template.layers:
             subprocess.run(["cp", "-a", store.layer_path(layer), to / "layers"], check=True)
     return to
+
+
+def node_of_its_own(images: Path, folders: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """For a fixture: a node with an image store of its own, with the base image in it; it must leave nothing."""
+    node = NodeProcess(folders.mktemp("node"), copy_base(images, folders.mktemp("store") / "images"))
+    node.start()
+    yield node
+    assert node.end() == []

@@ -18,7 +18,7 @@ from barchan.sdk.build import PREFIX, build
 from barchan.sdk.dockerfile import load_dockerfile
 from barchan.sdk.recipe import Put, Recipe, Run
 from tests.nodes import NodeProcess
-from tests.stores import copy_base
+from tests.stores import node_of_its_own
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.requires("root", "cgroup", "userns", "mkfs.btrfs")]
 
@@ -45,10 +45,7 @@ asyncio.run(main())
 @pytest.fixture(scope="module")
 def node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     """A node with an image store of its own, which starts with the base image."""
-    node = NodeProcess(tmp_path_factory.mktemp("node"), copy_base(images, tmp_path_factory.mktemp("store") / "images"))
-    node.start()
-    yield node
-    assert node.end() == []
+    yield from node_of_its_own(images, tmp_path_factory)
 
 
 @pytest.fixture

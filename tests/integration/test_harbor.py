@@ -20,7 +20,7 @@ from barchan.rollout.task import Task
 from barchan.rollout.tasksets.harbor import load_harbor
 from barchan.sdk.aio.client import AsyncClient
 from tests.nodes import NodeProcess
-from tests.stores import copy_base
+from tests.stores import node_of_its_own
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.requires("root", "cgroup", "userns", "mkfs.btrfs")]
 
@@ -57,10 +57,7 @@ def write(folder: Path, **files: str) -> Path:
 @pytest.fixture(scope="module")
 def node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     """A node with an image store of its own, which starts with the base image."""
-    node = NodeProcess(tmp_path_factory.mktemp("node"), copy_base(images, tmp_path_factory.mktemp("store") / "images"))
-    node.start()
-    yield node
-    assert node.end() == []
+    yield from node_of_its_own(images, tmp_path_factory)
 
 
 @pytest.fixture
