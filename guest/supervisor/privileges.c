@@ -89,8 +89,8 @@ static int set_capabilities(void)
 						SECBIT_NO_CAP_AMBIENT_RAISE_LOCKED);
 }
 
-/* The init must not outlive the supervisor, however that ends. A change of credentials clears the setting, so it comes last. */
-static int die_with_supervisor(void)
+/* No child may outlive the supervisor, however that ends. A change of credentials clears the setting, so it comes last. */
+int die_with_supervisor(void)
 {
 	struct pollfd supervisor = {.fd = self_pidfd, .events = POLLIN};
 

@@ -264,6 +264,7 @@ int receive_report(int fd, struct launch_report *report, int *passed_fd);
 /* privileges.c */
 int enter_user_namespace(int userns_fd);
 int drop_privileges(void);
+int die_with_supervisor(void);
 
 /* seccomp.c */
 int seccomp_compile(void);

@@ -81,6 +81,15 @@ static pid_t clone_as_owner(unsigned slot)
 	return pid;
 }
 
+/* The process that a namespace is made with: there until it is killed, but not longer than the supervisor. */
+static _Noreturn void hold(void)
+{
+	if (die_with_supervisor() < 0)
+		_exit(1);
+	for (;;)
+		pause();
+}
+
 static int make(unsigned slot)
 {
 	pid_t pid = clone_as_owner(slot);
@@ -88,8 +97,7 @@ static int make(unsigned slot)
 	if (pid < 0)
 		return -1;
 	if (pid == 0)
-		for (;;)
-			pause();
+		hold();
 	int fd = write_maps(pid, slot) < 0 ? -1 : open_of(pid);
 	int error = errno;
 	/* No exit signal: only a wait with __WCLONE sees it, so the reaper of sandboxes never does. */

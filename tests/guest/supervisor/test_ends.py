@@ -147,6 +147,42 @@ def test_killed_it_takes_the_inits_along(supervisor: Supervisor, make_supervisor
     assert supervisor.connect().create("one").text("echo again") == "again"
 
 
+def namespace_makers(pid: int) -> list[int]:
+    """Children of this supervisor in its own pid namespace, not yet dead: each is there to make a user namespace."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        try:
+            lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{child}/status").read_text().splitlines())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if len(lines["NSpid"].split()) == 1 and not lines["State"].startswith("Z"):
+            found.append(int(child))
+    return found
+
+
+def test_killed_while_it_makes_a_user_namespace(supervisor: Supervisor) -> None:
+    """The process that a namespace is made with goes too, and with it what it holds open: the pool's device."""
+    client = supervisor.connect()
+    for number in range(200):
+        client.send_create(f"starting{number}")
+    deadline = time.monotonic() + 30
+    while True:
+        assert time.monotonic() < deadline, "no user namespace was seen being made"
+        supervisor.kill(signal.SIGSTOP)
+        time.sleep(0.001)
+        if namespace_makers(supervisor.pid):
+            break
+        supervisor.kill(signal.SIGCONT)
+        time.sleep(0.0002)
+    supervisor.kill(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while supervisor.processes() or supervisor.loop_devices():
+        assert time.monotonic() < deadline, supervisor.remains()
+        time.sleep(0.01)
+    assert supervisor.start() == "ready"
+    supervisor.connect()
+
+
 def test_a_name_in_use_is_refused(supervisor: Supervisor, make_supervisor: Callable[[], Supervisor]) -> None:
     """A second supervisor doesn't take a living one's cgroups for left-overs."""
     sandbox = supervisor.connect().create("one")
