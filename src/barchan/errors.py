@@ -7,7 +7,7 @@
         ExecFailed ExecTimeout OutputLimitExceeded GuestOutOfMemory GuestWrecked
       CapacityError               fault=platform, retryable: no room now, details["retry_after_ms"]
       SandboxLost                 fault=platform
-        NodeLost BootFailed InitDied
+        NodeLost BootFailed InitDied BlobUnavailable
       BackendError                fault=platform
         RequirementMissing SnapshotIncompatible BlobCorrupt
       TransportError              fault=platform, retryable
@@ -118,6 +118,12 @@ class BootFailed(SandboxLost):
 
 class InitDied(SandboxLost):
     code = "init_died"
+
+
+class BlobUnavailable(SandboxLost):
+    """Bytes of its image could not be had in time; the sandbox was ended before it could see that."""
+
+    code = "blob_unavailable"
 
 
 class BackendError(BarchanError):

@@ -150,6 +150,9 @@ class ImageStore:
                 workdir=config.workdir,
                 env=config.env,
                 source=config.source,
+                entrypoint=config.entrypoint,
+                cmd=config.cmd,
+                base_layers=config.base_layers,
             )
             self._write(self._template_path(config.name), msgspec.json.format(msgspec.json.encode(template)))
             self._settle(stored)
@@ -275,6 +278,7 @@ def image_info(template: Template) -> ImageInfo:
         user=template.user,
         workdir=template.workdir,
         env=template.env,
+        base_layers=template.base_layers,
     )
 
 

@@ -14,7 +14,8 @@ from barchan.model.sandbox import DEFAULT_USER, Name
 FORMAT = 1
 GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LAYERS_MAX = 64  # that a sandbox can be made of
-LayerKind = Literal["erofs", "dir"]
+# lazy: its index is here, its data in a blob store, read on demand
+LayerKind = Literal["erofs", "dir", "lazy"]
 
 
 class Layer(NamedTuple):
@@ -25,13 +26,22 @@ class Layer(NamedTuple):
 
 
 class TemplateConfig(Struct, frozen=True, kw_only=True):
-    """What a sandbox of a template starts with. `source`: what it was built from, in one line."""
+    """What a sandbox of a template starts with.
+
+    Attributes:
+        entrypoint, cmd: What other runtimes start; kept for them, nothing here starts by itself.
+        source: What it was built from, in one line.
+        base_layers: How many of its bottom layers are those of the image it was built on; 0: it stands on its own.
+    """
 
     name: str
     user: str = DEFAULT_USER
     workdir: str = "/"
     env: dict[str, str] = {}
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
     source: str = ""
+    base_layers: int = 0
 
     def check(self) -> None:
         """Raise `InvalidSpec` for a name, user, directory or variable that no sandbox could have."""
@@ -70,15 +80,20 @@ class Template(Struct, frozen=True, kw_only=True):
     workdir: str
     env: dict[str, str]
     source: str
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+    base_layers: int = 0
     format: int = FORMAT
 
 
 def template_digest(config: TemplateConfig, layers: tuple[Layer, ...]) -> str:
     """sha256 of the canonical JSON of what a sandbox sees; name, age and kind of storage do not count."""
-    content = {
+    content: dict[str, object] = {
         "env": dict(sorted(config.env.items())),
         "layers": [layer.digest for layer in layers],
         "user": config.user,
         "workdir": config.workdir,
     }
+    if config.entrypoint or config.cmd:
+        content |= {"entrypoint": config.entrypoint, "cmd": config.cmd}
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()

@@ -90,18 +90,21 @@ class ImageInfo(Struct, frozen=True, kw_only=True):
     user: str
     workdir: str
     env: dict[str, str]
+    base_layers: int = 0
 
 
 class SnapshotRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the image of a sandbox's files is called, and starts with; None: a fresh name, and as the sandbox's image.
 
     `env` replaces the image's whole environment. What the sandbox itself was given does not become the image's.
+    `base_layers`: how many of the sandbox's bottom layers count as the new image's base; None: all of them.
     """
 
     name: Name | None = None
     env: Env | None = None
     user: str | None = None
     workdir: str | None = None
+    base_layers: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Killed(Struct, frozen=True, kw_only=True):

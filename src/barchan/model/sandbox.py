@@ -28,6 +28,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     Attributes:
         template: Name or digest of an image the node has (`barchan image list`).
+        layers: Images whose own layers go above the template's, the last one topmost.
         backend: How isolation is done.
         memory_mib: Limit of the guest's memory; reaching it kills inside the guest, with evidence.
         cpus: CPU time per wall time.
@@ -43,6 +44,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     template: Name
+    layers: tuple[Name, ...] = ()
     backend: Literal["container"] = "container"
     memory_mib: Annotated[int, Meta(ge=16, le=1 << 20)] = 512
     cpus: Annotated[float, Meta(gt=0, le=1024)] = 1.0

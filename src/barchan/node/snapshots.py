@@ -58,6 +58,7 @@ def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
         user=below.user if asked.user is None else asked.user,
         workdir=below.workdir if asked.workdir is None else asked.workdir,
         env=below.env if asked.env is None else asked.env,
+        base_layers=len(below.layers) if asked.base_layers is None else min(asked.base_layers, len(below.layers)),
         source=f"snapshot of {live.sandbox_id}, from {below.name}",
     )
     config.check()
