@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from barchan.errors import BackendError, Conflict, InvalidSpec, NotFound, RequirementMissing
-from barchan.image.erofs import MTIME_UNIX_S, make_layer
+from barchan.image.pack import MTIME_UNIX_S, make_layer
 from barchan.image.store import ImageStore
 from barchan.image.template import GUEST_PATH, LayerKind, Template, TemplateConfig
 from barchan.image.tools import Progress, in_namespaces, require, run

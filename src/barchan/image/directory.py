@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 from barchan.errors import InvalidSpec, NotFound
-from barchan.image.erofs import make_layer
+from barchan.image.pack import make_layer
 from barchan.image.store import ImageStore
 from barchan.image.template import LayerKind, Template, TemplateConfig
 from barchan.image.tools import Progress
