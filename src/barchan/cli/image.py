@@ -1,176 +1,20 @@
-"""`barchan image`."""
+"""`barchan image`: the commands that look and remove; the others are in modules of their own."""
 
-import asyncio
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
-from barchan.cli.common import DEFAULTS, OK, Common, human_age, human_bytes, key_values, print_json, print_table
-from barchan.cli.progress import progress
+from barchan.cli.common import DEFAULTS, OK, Common, human_age, human_bytes, print_json, print_table
+from barchan.cli.image_build import build_app, import_
 from barchan.errors import InvalidSpec
 from barchan.image.store import DIGEST_PREFIX_MIN, ImageStore, image_info
-from barchan.image.template import GUEST_PATH, LayerKind, Template, TemplateConfig
-from barchan.sdk.recipe import Recipe
 
 app = App(name="image", help_format="plaintext")
-build_app = App(name="build", help_format="plaintext")
+# A command that lives in a module of its own needs its import and a line here; what is slow to import, it imports in
+# its function.
 app.command(build_app)
-
-Words = Annotated[tuple[str, ...], Parameter(consume_multiple=False, show_default=False)]
-
-
-def _store(common: Common) -> ImageStore:
-    common.local_state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return ImageStore(common.local_state_dir / "images")
-
-
-@build_app.command
-def debian(
-    *,
-    name: str = "debian",
-    suite: str = "bookworm",
-    include: Words = (),
-    force: bool = False,
-    common: Common = DEFAULTS,
-) -> int:
-    """Build the base image from Debian packages: Python, bash, essential tools.
-
-    About 60 MB on disk, made in half a minute. Needs root and the package
-    mmdebstrap. Building the same package versions again gives the same digest.
-
-    For example:
-
-        sudo barchan image build debian
-        sudo barchan image build debian --name tools --include git,make,gcc
-
-    Args:
-        name: Name of the image.
-        suite: Debian release.
-        include: More packages, separated by commas.
-        force: Build again, and replace an image of that name.
-    """
-    from barchan.image.debian import DebianSpec, build_debian
-
-    packages = tuple(sorted({word for words in include for word in words.split(",") if word}))
-    spec = DebianSpec(name=name, suite=suite, include=packages)
-    store = _store(common)
-    with progress(f"building {name}") as say:
-        template = build_debian(store, spec, _layer_kind(), say, force=force)
-    return _made(template, common)
-
-
-@build_app.default
-def dockerfile(
-    path: Path,
-    /,
-    *,
-    name: str,
-    arg: Words = (),
-    base: Words = (),
-    network: Literal["none", "open"] | None = None,
-    allow: Words = (),
-    common: Common = DEFAULTS,
-) -> int:
-    """Build an image from a Dockerfile, or from a word that names a recipe of
-    ours: debian.
-
-    Steps run in sandboxes of this machine's own node. What is supported of
-    Dockerfiles is in docs/images.md.
-
-    For example:
-
-        barchan image build . --name mine
-        barchan image build ./docker/Dockerfile --name mine --arg VERSION=3
-        barchan image build . --name mine --base python:3.12-slim=debian --network none
-
-    Args:
-        path: A Dockerfile, or the folder that holds it. Its folder is the context.
-        name: Name of the image; an older image of that name is replaced.
-        arg: A build argument, NAME=VALUE; may be repeated.
-        base: The image that FROM means, as FROM=IMAGE; may be repeated.
-        network: What RUN may reach. [default: open]
-        allow: A host that RUN may reach by HTTP and HTTPS, and no other; may be repeated.
-    """
-    from barchan.sdk.dockerfile import load_dockerfile
-
-    if common.node_url is not None:
-        raise InvalidSpec("images are built on this machine's own node: give no --url")
-    if allow and network is not None:
-        raise InvalidSpec("give --network or --allow, not both")
-    TemplateConfig(name=name).check()
-    recipe = load_dockerfile(
-        path / "Dockerfile" if path.is_dir() else path,
-        args=key_values(arg, "--arg"),
-        bases=key_values(base, "--base"),
-        network="allow" if allow else network or "open",
-        allow_hosts=allow,
-    )
-    with progress(f"building {name}") as say:
-        built = asyncio.run(_build(recipe, common.connection, say))
-    store = _store(common)
-    made = store.resolve(built)
-    config = TemplateConfig(
-        name=name, user=made.user, workdir=made.workdir, env=made.env, source=f"dockerfile:{path.absolute()}"
-    )
-    return _made(store.commit(config, made.layers), common)
-
-
-async def _build(recipe: Recipe, connection: Mapping[str, Any], say: Callable[[str], None]) -> str:
-    import barchan
-    from barchan.sdk.build import build
-
-    async with barchan.connect_async(**connection) as client:
-        return await build(client, recipe, progress=say)
-
-
-@app.command(name="import")
-def import_(
-    source: str,
-    /,
-    *,
-    name: str,
-    user: str | None = None,
-    workdir: str = "/",
-    env: Words = (),
-    common: Common = DEFAULTS,
-) -> int:
-    """Make an image of a directory that holds a whole root file system.
-
-    File times and extended attributes are not kept.
-
-    For example:
-
-        barchan image import dir:./rootfs --name mine
-        barchan image import dir:/srv/rootfs --name mine --user agent
-
-    Args:
-        source: dir:PATH.
-        name: Name of the image; an older image of that name is replaced.
-        user: Default user of commands; without it `agent` where the image has such a user, else the guest's root.
-        workdir: Where commands start.
-        env: KEY=VALUE; may be repeated.
-    """
-    from barchan.image.directory import default_user, import_directory
-
-    kind, separator, path = source.partition(":")
-    if kind != "dir" or not separator or not path:
-        raise InvalidSpec(f"{source!r} is not dir:PATH (try: barchan image import dir:{source} --name {name})")
-    tree = Path(path).absolute()
-    config = TemplateConfig(
-        name=name,
-        user=user or default_user(tree, "agent"),
-        workdir=workdir,
-        env={"PATH": GUEST_PATH, **key_values(env, "--env")},
-        source=f"dir:{tree}",
-    )
-    store = _store(common)
-    with progress(f"importing {name}") as say:
-        template = import_directory(store, tree, config, _layer_kind(), say)
-    return _made(template, common)
+app.command(import_, name="import")
 
 
 @app.command(name="list")
@@ -253,18 +97,4 @@ def remove(*images: str, common: Common = DEFAULTS) -> int:
     else:
         for template in removed:
             sys.stdout.write(f"removed {template.name}\n")
-    return OK
-
-
-def _layer_kind() -> LayerKind:
-    from barchan.backends.container.probe import mounts_erofs, requirements
-
-    return "erofs" if mounts_erofs(requirements()) else "dir"
-
-
-def _made(template: Template, common: Common) -> int:
-    if common.json:
-        print_json(image_info(template))
-    else:
-        sys.stdout.write(f"{template.name}  {template.digest}  {human_bytes(template.size_bytes)}\n")
     return OK

@@ -36,7 +36,7 @@ of the program in the sandbox (128+n after signal n, 124 out of time); their
 # Imported only when used: every command starts as fast as if it were the only one.
 COMMANDS = {
     "doctor": ("barchan.cli.doctor:doctor", "What this machine can do, and what to change where it can't."),
-    "image": ("barchan.cli.image:app", "Build, import, list, show and remove images."),
+    "image": ("barchan.cli.image:app", "Build, move, look at, check and remove images."),
     "run": ("barchan.cli.run:run", "Run a command in a fresh sandbox."),
     "exec": ("barchan.cli.exec:exec_", "Run a command in a sandbox that is there."),
     "ps": ("barchan.cli.ps:ps", "List sandboxes."),
