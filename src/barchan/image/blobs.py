@@ -1,0 +1,337 @@
+"""Blobs by key in a directory, a shared file system, or an object store.
+
+What has its key is whole: a directory gets it by a rename after it is on disk, object stores do it themselves.
+Credentials come from the environment of the process, as `obstore` reads it; they are never part of a URL here, so that
+URLs can be shown and kept.
+"""
+
+import asyncio
+import errno
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from barchan.errors import (
+    BackendError,
+    BarchanError,
+    BlobCorrupt,
+    CapacityError,
+    ConnectionLost,
+    ConnectTimeout,
+    Denied,
+    InvalidSpec,
+    NotFound,
+    ReadTimeout,
+    RequirementMissing,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+SCHEMES = ("file", "s3", "gs", "az", "http", "https")
+CONNECT_TIMEOUT_S = 5.0
+OPERATION_TIMEOUT_S = 60.0  # one request with its repetitions
+RETRIES = 3
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.1, 2.0
+PART_BYTES = 8 << 20
+PARTS_AT_ONCE = 4
+KEYS_MAX = 100_000
+_COALESCE_BYTES = 32 << 10  # unwanted bytes that cost less than one more request
+_COPY_BYTES = 1 << 20
+_NO_ROOM_MS = 60_000
+
+T = TypeVar("T")
+
+
+class BlobStore:
+    """One store; safe to use from several event loops, one after the other.
+
+    Attributes:
+        url: Where it is, without credentials; what `open` takes.
+        is_read_only: Nothing can be put.
+    """
+
+    def __init__(self, url: str, root: Path | None, store: "ObjectStore | None", timeout_s: float) -> None:
+        self.url = url
+        self.is_read_only = url.startswith("http")
+        self._root = root
+        self._opened = store
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def open(cls, url: str, *, timeout_s: float = OPERATION_TIMEOUT_S, retries: int = RETRIES) -> "BlobStore":
+        """A store by its URL; nothing is asked of it yet.
+
+        Args:
+            url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, `https://host/path` (read
+                only), `file:///path` or a path.
+            timeout_s: What one operation may take, with its repetitions.
+
+        Raises:
+            InvalidSpec: No such URL, or one with a user, password or query.
+            RequirementMissing: The library for stores is not installed.
+        """
+        path = _local_path(url)
+        if path is not None:
+            _obstore()
+            return cls(path.as_uri(), path, None, timeout_s)
+        obstore = _obstore()
+        client: ClientConfig = {
+            "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s)),
+            "timeout": timedelta(seconds=timeout_s),
+        }
+        if url.startswith("http:"):
+            client["allow_http"] = True
+        retry: RetryConfig = {
+            "max_retries": retries,
+            "retry_timeout": timedelta(seconds=timeout_s),
+            "backoff": {
+                "init_backoff": timedelta(seconds=BACKOFF_FIRST_S),
+                "max_backoff": timedelta(seconds=BACKOFF_MAX_S),
+                "base": 2,
+            },
+        }
+        url = url.rstrip("/")
+        try:
+            store = obstore.store.from_url(url, client_options=client, retry_config=retry)
+        except Exception as error:  # of many types, by kind of store
+            raise InvalidSpec(f"no store can be opened at {url}: {_first_line(error)}") from None
+        return cls(url, None, store, timeout_s)
+
+    async def get(self, key: str, bytes_max: int) -> bytes:
+        """A whole blob.
+
+        Raises:
+            NotFound: There is none.
+            BlobCorrupt: It is larger than `bytes_max`.
+            Denied, TransportError: The store refuses, is slow or dead.
+        """
+
+        async def whole() -> bytes:
+            result = await self._store().get_async(key)
+            if result.meta["size"] > bytes_max:
+                size = result.meta["size"]
+                raise BlobCorrupt(f"{key} in {self.url} has {size} bytes, and no such blob more than {bytes_max}")
+            return bytes(await result.bytes_async())
+
+        return await self._ask(key, whole())
+
+    async def get_range(self, key: str, start: int, end: int) -> bytes:
+        """Bytes `start` up to `end` of a blob, all of them. Raises as `get`; `BlobCorrupt`: the blob ends before."""
+
+        async def ranged() -> bytes:
+            return bytes(await self._store().get_range_async(key, start=start, end=end))
+
+        return self._whole_range(key, start, end, await self._ask(key, ranged()))
+
+    async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Several ranges of a blob, in as few requests as is sensible. Raises as `get_range`."""
+
+        async def ranged() -> list[bytes]:
+            starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
+            found = await self._store().get_ranges_async(key, starts=starts, ends=ends, coalesce=_COALESCE_BYTES)
+            return [bytes(piece) for piece in found]
+
+        found = await self._ask(key, ranged())
+        return [self._whole_range(key, *range_, piece) for range_, piece in zip(ranges, found, strict=True)]
+
+    async def size(self, key: str) -> int | None:
+        """Bytes of a blob; None: there is none."""
+
+        async def head() -> int:
+            meta = await self._store().head_async(key)
+            return meta["size"]
+
+        try:
+            return await self._ask(key, head())
+        except NotFound:
+            return None
+
+    async def exists(self, key: str) -> bool:
+        return await self.size(key) is not None
+
+    async def keys(self, prefix: str) -> list[str]:
+        """Every key below `prefix`, sorted; stores over HTTP can't tell.
+
+        Raises:
+            BackendError: There are more than `KEYS_MAX`.
+        """
+
+        async def listed() -> list[str]:
+            found: list[str] = []
+            async for batch in self._store().list_async(prefix):
+                found += [meta["path"] for meta in batch]
+                if len(found) > KEYS_MAX:
+                    raise BackendError(f"{prefix} in {self.url} has more than {KEYS_MAX} blobs")
+            return sorted(found)
+
+        if self._root is not None and not self._root.exists():
+            return []
+        return await self._ask(prefix, listed())
+
+    async def put(self, key: str, data: bytes) -> None:
+        """Store a small blob; an older one of that key gives way.
+
+        Raises:
+            Denied, CapacityError, TransportError: The store refuses, is full, slow or dead.
+        """
+        self._check_writable()
+        if self._root is not None:
+            await self._ask(key, asyncio.to_thread(_put_local, self._root / key, data))
+            return
+
+        async def sent() -> None:
+            await self._store().put_async(key, data, use_multipart=False)
+
+        await self._ask(key, sent())
+
+    async def put_file(self, key: str, path: Path) -> None:
+        """Store a file's content, in parts where it is big. Raises as `put`; the time is bounded by part."""
+        self._check_writable()
+        if self._root is not None:
+            await self._ask(key, asyncio.to_thread(_put_local, self._root / key, path), bounded=False)
+            return
+
+        async def sent() -> None:
+            await self._store().put_async(key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+
+        await self._ask(key, sent(), bounded=False)
+
+    def _check_writable(self) -> None:
+        if self.is_read_only:
+            raise InvalidSpec(f"{self.url} can only be read (try: the address under which it is written, s3://...)")
+
+    def _store(self) -> "ObjectStore":
+        if self._opened is None:  # a directory can be opened only while it is there
+            self._opened = _obstore().store.LocalStore(self._root)
+        return self._opened
+
+    def _whole_range(self, key: str, start: int, end: int, found: bytes) -> bytes:
+        if len(found) != end - start:
+            raise BlobCorrupt(f"{key} in {self.url} ends at {start + len(found)}, before byte {end}")
+        return found
+
+    async def _ask(self, key: str, operation: Awaitable[T], *, bounded: bool = True) -> T:
+        """The one place where a store's errors become ours."""
+        try:
+            # A margin, so that the library's own time-out, which knows more, comes first.
+            async with asyncio.timeout(self._timeout_s + CONNECT_TIMEOUT_S if bounded else None):
+                return await operation
+        except BarchanError:
+            raise
+        except TimeoutError:
+            raise ReadTimeout(f"{key} in {self.url}: no answer in {self._timeout_s:g} s") from None
+        except OSError as error:
+            raise self._local_error(key, error) from None
+        except Exception as error:
+            if not type(error).__module__.startswith("obstore") and not isinstance(error, ValueError):
+                raise
+            # Not chained: what the library says may hold the signed address of the request.
+            raise self._remote_error(key, error) from None
+
+    def _local_error(self, key: str, error: OSError) -> BarchanError:
+        if self._root is not None and not self._root.exists():
+            return ConnectionLost(f"the store {self.url} is not there (try: mount it, or make the directory)")
+        if isinstance(error, FileNotFoundError):
+            return NotFound(f"no {key} in {self.url}", blob=key)
+        if isinstance(error, PermissionError):
+            return Denied(f"{key} in {self.url}: {error.strerror}")
+        if is_full(error):
+            return CapacityError(f"no room for {key} in {self.url}: {error.strerror}", retry_after_ms=_NO_ROOM_MS)
+        return ConnectionLost(f"{key} in {self.url}: {error.strerror or type(error).__name__}")
+
+    def _remote_error(self, key: str, error: Exception) -> BarchanError:
+        where, text = f"{key} in {self.url}", str(error)
+        if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+            return Denied(f"{where}: the store refuses these credentials, or has none (they come from the environment)")
+        if self._root is not None and not self._root.exists():
+            return ConnectionLost(f"the store {self.url} is not there (try: mount it, or make the directory)")
+        if "StartTooLarge" in text or re.search(r"\b416\b", text):
+            return BlobCorrupt(f"{where} is shorter than its index says")
+        if type(error).__name__ == "NotSupportedError" or "NotSupported" in text:
+            return BackendError(f"{where}: the store can't do this (a store over HTTP must answer ranges)")
+        if type(error).__name__ == "InvalidPathError" or isinstance(error, ValueError):
+            return InvalidSpec(f"{where} is no key")
+        if "kind: Connect" in text:
+            timed_out = "TimedOut" in text or "timed out" in text
+            kind = ConnectTimeout if timed_out else ConnectionLost
+            return kind(f"{where}: no connection{' in time' if timed_out else ''}")
+        if "kind: Timeout" in text or "TimedOut" in text or "timed out" in text:
+            return ReadTimeout(f"{where}: no whole answer in {self._timeout_s:g} s")
+        if status := re.search(r"\b([45]\d\d)\b [A-Z]", text):
+            return ConnectionLost(f"{where}: the store answers {status[1]}")
+        return ConnectionLost(f"{where}: the answer broke off")
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a write failed for want of room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _obstore() -> ModuleType:
+    try:
+        import obstore.store
+    except ImportError as error:
+        raise RequirementMissing("blob stores need obstore: pip install 'barchan[images]'") from error
+    return obstore
+
+
+def _local_path(url: str) -> Path | None:
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        if not url or "\0" in url:
+            raise InvalidSpec("the store's address is empty (try: a directory, or s3://bucket/prefix)")
+        return Path(os.path.abspath(url))
+    parts = urlsplit(url)
+    if scheme not in SCHEMES:
+        raise InvalidSpec(f"no store is of the kind {scheme}:// (there are: {', '.join(SCHEMES)}, and paths)")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise InvalidSpec(
+            f"a store's address holds no user, password or query: {scheme}://{parts.hostname or ''}... "
+            "(try: credentials in the environment)"
+        )
+    if scheme != "file":
+        return None
+    if parts.netloc not in ("", "localhost"):
+        raise InvalidSpec(f"{url} is not on this machine (try: file:///PATH)")
+    return Path(os.path.abspath(unquote(parts.path)))
+
+
+def _put_local(target: Path, content: bytes | Path) -> None:
+    """Write beside, sync, rename. What a killed writer leaves has a name that no listing shows."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f"{target.name}#{secrets.randbelow(1 << 62)}")
+    try:
+        with beside.open("xb") as out:
+            for piece in _pieces(content):
+                out.write(piece)
+            out.flush()
+            os.fsync(out.fileno())
+        beside.rename(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _pieces(content: bytes | Path) -> Iterator[bytes]:
+    if isinstance(content, bytes):
+        yield content
+        return
+    with content.open("rb") as file:
+        while piece := file.read(_COPY_BYTES):
+            yield piece
+
+
+def _first_line(error: Exception) -> str:
+    return re.sub(r"\?\S*", "?...", str(error).partition("\n")[0])[:200]
