@@ -200,8 +200,14 @@ static void become(const struct identity *id, int kind)
 	setfsuid(id->uid);
 	if ((uid_t)setfsuid((uid_t)-1) != id->uid)
 		fail(EXIT_CANNOT, "cannot use files as user %u", id->uid);
-	if (syscall(SYS_capset, &header, none) != 0)
+	if (id->uid == 0 && settings.root_capabilities != 0) {
+		const char *wrong = capable_become(kind);
+
+		if (wrong != NULL)
+			fail(EXIT_CANNOT, "%s: %s", wrong, strerror(errno));
+	} else if (syscall(SYS_capset, &header, none) != 0) {
 		fail(EXIT_CANNOT, "cannot drop capabilities: %s", strerror(errno));
+	}
 }
 
 static const char *env_get(char **env, const char *name)

@@ -4,6 +4,7 @@
  *   conn.c     the host's connection: bytes <-> frames  user.c     /etc/passwd and /etc/group
  *   request.c  one handler per request                  applet.c   file operations, with fsops.c,
  *   start.c    decode START, make pipes or pty, fork               tree.c, tar_*.c and watch.c
+ *                                                       capable.c  what a capable root has
  *   process.c  table, reaping, cgroups, backstops       stream.c   output: read, push to the host
  *   signals.c  signal scopes                            spool.c    bounded storage of output
  *                                                       input.c    stdin
@@ -136,6 +137,7 @@ struct launch {
 extern struct settings {
 	uid_t uid, applet_uid; /* 0: applets run as the asking user alone */
 	gid_t gid;
+	uint64_t root_capabilities; /* a bit each: what programs of guest root have */
 	int spool_dir, dev_null, dev_pts, proc;
 	struct rlimit nofile;	/* as it was given to us: what programs get */
 	uint64_t key[2];
@@ -186,6 +188,10 @@ struct identity {
 };
 /* NULL, or what is wrong. */
 const char *identity_find(const char *user, struct identity *identity);
+
+/* capable.c */
+/* Give what a capable root has to the child that runs for it, which is uid 0 by now. NULL, or what is wrong. */
+const char *capable_become(int kind);
 
 /* applet.c */
 _Noreturn void applet_main(uint32_t argc, char **argv);

@@ -192,7 +192,7 @@ static void set_up_signals(void)
 		die("signalfd");
 }
 
-/* Keep only what is used here; leave nothing that an exec could give to a child. */
+/* Keep only what is used here, and unused what a capable root is to have; leave nothing else that an exec could give to a child. */
 static void drop_capabilities(void)
 {
 	const uint64_t keep = 1ull << CAP_SETUID | 1ull << CAP_SETGID | 1ull << CAP_KILL | 1ull << CAP_CHOWN |
@@ -204,11 +204,11 @@ static void drop_capabilities(void)
 		die("capget");
 	prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
 	for (unsigned long cap = 0; cap < 64; cap++)
-		if (prctl(PR_CAPBSET_READ, cap) == 1)
+		if (prctl(PR_CAPBSET_READ, cap) == 1 && !(settings.root_capabilities >> cap & 1))
 			prctl(PR_CAPBSET_DROP, cap);	/* without CAP_SETPCAP the starter must have done it */
 	for (int i = 0; i < 2; i++) {
-		data[i].permitted &= (uint32_t)(keep >> (32 * i));
-		data[i].effective = data[i].permitted;
+		data[i].effective = data[i].permitted & (uint32_t)(keep >> (32 * i));
+		data[i].permitted &= (uint32_t)((keep | settings.root_capabilities) >> (32 * i));
 		data[i].inheritable = 0;
 	}
 	if (syscall(SYS_capset, &header, data) != 0)
@@ -260,9 +260,11 @@ int main(int argc, char **argv)
 			settings.spool_dir = adopt_fd(argv[i + 1]);
 		else if (strcmp(argv[i], "--spool-max-bytes") == 0)
 			spool_max = strtoull(argv[i + 1], NULL, 10);
+		else if (strcmp(argv[i], "--root-capabilities") == 0)
+			settings.root_capabilities = strtoull(argv[i + 1], NULL, 10);
 	}
 	if (listen_fd < 0 || settings.spool_dir < 0 || spool_max == 0) {
-		fputs("usage: barchan-init --listen-fd N --spool-fd N --spool-max-bytes N\n", stderr);
+		fputs("usage: barchan-init --listen-fd N --spool-fd N --spool-max-bytes N [--root-capabilities BITS]\n", stderr);
 		return 2;
 	}
 	if (fcntl(listen_fd, F_SETFL, O_NONBLOCK) != 0)

@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mount.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -97,7 +98,7 @@ static int listen_for_proxy(void)
 	return fd;
 }
 
-/* Loopback up, and no low ports: guest root has no capability to bind them. Returns the proxy's listener or -1. */
+/* Loopback up, and no low ports: no guest has the capability to bind them. Returns the proxy's listener or -1. */
 static int make_network(const struct spec *spec)
 {
 	struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
@@ -115,10 +116,13 @@ static int make_network(const struct spec *spec)
 static int make_init_socket(void)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = INIT_SOCKET};
+	struct mount_attr readonly = {.attr_set = MOUNT_ATTR_RDONLY};
 	int fd = must(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
 
 	must(bind(fd, (struct sockaddr *)&address, sizeof(address)));
 	must(listen(fd, LISTEN_BACKLOG));
+	/* Its name is there to stay: a guest's root may have a right to change the directory. */
+	must(mount_setattr(AT_FDCWD, INIT_SOCKET_DIR, 0, &readonly, sizeof(readonly)));
 	return fd;
 }
 
@@ -146,7 +150,9 @@ static void reset_signals(void)
 
 static _Noreturn void become_init(const struct sandbox *sandbox, int userns_fd)
 {
-	char *const arguments[] = {"barchan-init", "--listen-fd", "3", "--spool-fd", "4", "--spool-max-bytes", INIT_SPOOL_BYTES, NULL};
+	char root[24];
+	char *const arguments[] = {"barchan-init", "--listen-fd", "3", "--spool-fd", "4", "--spool-max-bytes", INIT_SPOOL_BYTES,
+				   "--root-capabilities", root, NULL};
 	char *const environment[] = {NULL};
 	struct root_parts parts;
 	int upper_fd = -1;
@@ -175,7 +181,8 @@ static _Noreturn void become_init(const struct sandbox *sandbox, int userns_fd)
 	place_descriptors(make_init_socket(), spool_fd);
 	enter_stage(STAGE_PRIVILEGES);
 	reset_signals();
-	must(drop_privileges());
+	snprintf(root, sizeof(root), "%llu", (unsigned long long)root_capabilities(&sandbox->spec));
+	must(drop_privileges(&sandbox->spec));
 	enter_stage(STAGE_SECCOMP);
 	must(seccomp_install());
 	/* The init accepts once it runs; the supervisor may connect and answer the node meanwhile. */

@@ -257,6 +257,10 @@ static const char *parse_spec(const struct request *request, struct spec *spec)
 	if (!is_name(hostname, HOSTNAME_MAX))
 		return "hostname";
 	snprintf(spec->hostname, sizeof(spec->hostname), "%s", hostname);
+	const char *root = value_of(request, "root");
+	spec->capable_root = root && strcmp(root, "capable") == 0;
+	if (root && !spec->capable_root && strcmp(root, "plain") != 0)
+		return "root";
 	return parse_network(value_of(request, "network"), &spec->network) < 0 ? "network" : NULL;
 }
 
@@ -371,7 +375,7 @@ static const struct operation operations[] = {
 	{"unlayer", handle_unlayer, "digest"},
 	{"layers", handle_layers, "[from]"},
 	{"pool", handle_pool, ""},
-	{"create", handle_create, "id layers upper_bytes memory_bytes pids cpu_us shm_bytes hostname network"},
+	{"create", handle_create, "id layers upper_bytes memory_bytes pids cpu_us shm_bytes hostname network [root]"},
 	{"attach", handle_attach, "id"},
 	{"leaf", handle_leaf, "id"},
 	{"destroy", handle_destroy, "id"},

@@ -15,6 +15,11 @@
 /* To become any guest user, to give it its terminal, to drop this power in each child, to signal and to place them. */
 static const int kept[] = {CAP_CHOWN, CAP_SETUID, CAP_SETGID, CAP_SETPCAP, CAP_KILL, CAP_SYS_RESOURCE};
 
+/* What a guest's root has where it is asked to be capable: power over the files and ids of its own user namespace. Without CAP_KILL, so
+ * that it can't end what the platform does for others in the sandbox. */
+static const int of_root[] = {CAP_CHOWN,  CAP_DAC_OVERRIDE, CAP_FOWNER,  CAP_FSETID,
+			      CAP_SETGID, CAP_SETUID,	    CAP_SETFCAP, CAP_SYS_CHROOT};
+
 /* The same for every guest, except that the supervisor's own hard limits bound them: it may lack CAP_SYS_RESOURCE. */
 static int set_limits(void)
 {
@@ -61,11 +66,20 @@ static int keep_capabilities(void)
 	return 0;
 }
 
-static int set_capabilities(void)
+uint64_t root_capabilities(const struct spec *spec)
+{
+	uint64_t set = 0;
+
+	for (size_t i = 0; spec->capable_root && i < COUNT(of_root); i++)
+		set |= UINT64_C(1) << of_root[i];
+	return set;
+}
+
+static int set_capabilities(uint32_t for_root)
 {
 	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
 	struct __user_cap_data_struct data[2];
-	uint32_t wanted = 0;
+	uint32_t wanted = for_root;
 
 	for (size_t i = 0; i < COUNT(kept); i++)
 		wanted |= 1u << kept[i];
@@ -76,17 +90,17 @@ static int set_capabilities(void)
 	data[1].effective = data[1].inheritable = data[1].permitted = 0;
 	if (syscall(SYS_capset, &header, data) < 0)
 		return -1;
-	for (int capability = 0; prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0; capability++)
-		;
-	if (errno != EINVAL)
-		return -1;
-	for (size_t i = 0; i < COUNT(kept); i++)
-		if (data[0].permitted >> kept[i] & 1 && prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, kept[i], 0, 0) < 0)
+	for (int capability = 0; prctl(PR_CAPBSET_READ, capability, 0, 0, 0) >= 0; capability++)
+		if ((capability > 31 || !(for_root >> capability & 1)) && prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0)
 			return -1;
-	/* From here on no uid and no file gives a capability, and none can be passed on that isn't already. */
-	return prctl(PR_SET_SECUREBITS, SECBIT_NOROOT | SECBIT_NOROOT_LOCKED | SECBIT_NO_SETUID_FIXUP | SECBIT_NO_SETUID_FIXUP_LOCKED |
-						SECBIT_KEEP_CAPS_LOCKED | SECBIT_NO_CAP_AMBIENT_RAISE |
-						SECBIT_NO_CAP_AMBIENT_RAISE_LOCKED);
+	for (int capability = 0; capability < 32; capability++)
+		if (data[0].permitted >> capability & 1 && prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability, 0, 0) < 0)
+			return -1;
+	/* From here on no uid and no file gives a capability, and none can be passed on that isn't already. Where root is capable, it keeps
+	 * what it has across an exec, and loses it, as everywhere, when it becomes another user. */
+	unsigned long bits = SECBIT_NOROOT_LOCKED | SECBIT_NO_SETUID_FIXUP_LOCKED | SECBIT_KEEP_CAPS_LOCKED | SECBIT_NO_CAP_AMBIENT_RAISE |
+			     SECBIT_NO_CAP_AMBIENT_RAISE_LOCKED;
+	return prctl(PR_SET_SECUREBITS, for_root ? bits : bits | SECBIT_NOROOT | SECBIT_NO_SETUID_FIXUP);
 }
 
 /* No child may outlive the supervisor, however that ends. A change of credentials clears the setting, so it comes last. */
@@ -100,7 +114,7 @@ int die_with_supervisor(void)
 }
 
 /* The mounts once more, locked as they are, and IPC belong to the sandbox's user namespace: a memory snapshot can take
- * them from no other. It gives nobody power over them: no guest process has a capability, and mount is no allowed call. */
+ * them from no other. It gives nobody power over them: no guest process has CAP_SYS_ADMIN, and mount is no allowed call. */
 int enter_user_namespace(int userns_fd)
 {
 	if (set_limits() < 0 || setgroups(0, NULL) < 0)
@@ -114,9 +128,9 @@ int enter_user_namespace(int userns_fd)
 	return setresuid(init_uid(), init_uid(), init_uid());
 }
 
-int drop_privileges(void)
+int drop_privileges(const struct spec *spec)
 {
-	if ((options.no_caps_drop ? keep_capabilities() : set_capabilities()) < 0 || die_with_supervisor() < 0)
+	if ((options.no_caps_drop ? keep_capabilities() : set_capabilities((uint32_t)root_capabilities(spec))) < 0 || die_with_supervisor() < 0)
 		return -1;
 	return options.no_caps_drop ? 0 : prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
 }

@@ -26,7 +26,8 @@
 #define INIT_LISTEN_FD 3
 #define INIT_SPOOL_FD 4
 #define INIT_SPOOL_BYTES "268435456"
-#define INIT_SOCKET "/dev/.barchan/init.sock"
+#define INIT_SOCKET_DIR "/dev/.barchan"
+#define INIT_SOCKET INIT_SOCKET_DIR "/init.sock"
 #define PROXY_PORT 3128
 #define NS_PER_MS INT64_C(1000000)
 #define NS_PER_S INT64_C(1000000000)
@@ -92,6 +93,7 @@ struct spec {
 	uint64_t upper_bytes, memory_bytes, pids, cpu_us, shm_bytes;
 	char hostname[HOSTNAME_MAX + 1];
 	enum network network;
+	bool capable_root;
 };
 
 /* An epoll registration: embedded in what it belongs to. */
@@ -263,7 +265,8 @@ int receive_report(int fd, struct launch_report *report, int *passed_fd);
 
 /* privileges.c */
 int enter_user_namespace(int userns_fd);
-int drop_privileges(void);
+int drop_privileges(const struct spec *spec);
+uint64_t root_capabilities(const struct spec *spec); /* a bit each; 0 where it is to have none */
 int die_with_supervisor(void);
 
 /* seccomp.c */

@@ -37,7 +37,7 @@ KERNEL_CALLS = ", ".join(
     + ["reach keyctl", "reach perf_event_open", "reach userfaultfd", "reach bpf"]
     + (["int 0x80", "x32"] if os.uname().machine == "x86_64" else [])
 )
-INIT = "kill 15, kill 17, pidfd signal, prlimit nofile, read limits, list socket dir, remove socket"
+INIT = "kill 15, kill 17, pidfd signal, prlimit nofile, read limits, list socket dir"
 HOST_PROC = (
     "read key-users, read kpagecount, read kpageflags, read timer_list, core_pattern, hostname, writable in /proc"
 )

@@ -8,6 +8,7 @@ from barchan.errors import ExecFailed, ExecTimeout, GuestOutOfMemory, OutputLimi
 
 Phase = Literal["pending", "booting", "ready", "paused", "hibernated", "stopped", "lost"]
 Network = Literal["none", "open", "allow"]
+Root = Literal["plain", "capable"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}$")]
 ProcessId = Annotated[str, Meta(min_length=1, max_length=128)]
 DURATION_S_MAX = 31_536_000.0  # a year
@@ -39,6 +40,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ttl_s: Life from creation; then the sandbox ends as `SandboxExpired`. None: no bound of its own.
         idle_timeout_s: Ends after this long with no request and no running process.
         user: Default user of execs: `NAME`, `UID` or either with `:GROUP`; `root` is the guest's.
+        root: `plain`: guest root has no power over other users' files. `capable`: it has, and may become them, as
+            installers need it; what that costs is in docs/threat-model.md.
         create_id: Repeating a create with the same id gives the same sandbox.
         detach: The sandbox outlives its creator and ends by `ttl_s`, `idle_timeout_s` or kill.
     """
@@ -57,6 +60,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     env: Env = {}
     labels: dict[Label, str] = {}
     user: str | None = None
+    root: Root = "plain"
     workdir: str | None = None
     hostname: Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,63}$")] = "sandbox"
     create_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None

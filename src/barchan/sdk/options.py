@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
-from barchan.model.sandbox import ExecRequest, Network, SandboxSpec, StartRequest
+from barchan.model.sandbox import ExecRequest, Network, Root, SandboxSpec, StartRequest
 from barchan.sdk.checks import check_seconds, checked_env, checked_labels, checked_rlimits
 from barchan.wire.api import STDIN_INLINE_BYTES_MAX
 
@@ -30,6 +30,7 @@ class CreateOptions(TypedDict, total=False):
     env: Mapping[str, str]
     labels: Mapping[str, str]
     user: str | None
+    root: Root
     workdir: str | None
     hostname: str
     create_id: str | None

@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,21 +47,23 @@ def _mount(source: str, target: str, fstype: str | None, flags: int, data: str |
     )
 
 
-def _become_init_user() -> None:
+def _become_init_user(caps: Sequence[int]) -> None:
     os.setgroups([])
     os.setresgid(INIT_UID, INIT_UID, INIT_UID)
     _check(_libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0))
     os.setresuid(INIT_UID, INIT_UID, INIT_UID)
-    mask = sum(1 << cap for cap in _CAPS)
+    mask = sum(1 << cap for cap in caps)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     data = (ctypes.c_uint32 * 6)(mask, mask, mask, 0, 0, 0)
     _check(_libc.capset(header, data))
-    for cap in _CAPS:
+    for cap in caps:
         _check(_libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, cap, 0, 0))
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
-def _exec_init(listen_fd: int, spool_fd: int, spool_max: int, binds: Mapping[str, Path]) -> None:
+def _exec_init(
+    listen_fd: int, spool_fd: int, spool_max: int, binds: Mapping[str, Path], root_caps: Sequence[int]
+) -> None:
     """In the namespaces' first process."""
     _mount("proc", "/proc", "proc", 0)
     for target, source in binds.items():
@@ -70,9 +72,11 @@ def _exec_init(listen_fd: int, spool_fd: int, spool_max: int, binds: Mapping[str
     os.dup2(high_listen, 3)
     os.dup2(high_spool, 4)
     os.chdir("/")
-    _become_init_user()
+    _become_init_user(sorted({*_CAPS, *root_caps}))
     env = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}
     args = ["barchan-init", "--listen-fd", "3", "--spool-fd", "4", "--spool-max-bytes", str(spool_max)]
+    if root_caps:
+        args += ["--root-capabilities", str(sum(1 << cap for cap in root_caps))]
     os.execve(INIT, args, env)
 
 
@@ -88,8 +92,9 @@ class Guest:
         spool_disk_bytes: int | None = None,
         first_uid: int | None = None,
         nofile: int | None = None,
+        root_caps: Sequence[int] = (),
     ) -> None:
-        """`first_uid`: run in a user namespace whose ids start there."""
+        """`first_uid`: run in a user namespace whose ids start there. `root_caps`: what its root is to have."""
         self.directory = Path(tempfile.mkdtemp(prefix="barchan-init-"))
         self.directory.chmod(0o755)
         self.work = self.directory / "work"  # where guest programs may write
@@ -99,7 +104,7 @@ class Guest:
         private.mkdir(mode=0o700)
         self.spool = private / "spool"
         self.spool.mkdir()
-        self.first_uid, self.nofile = first_uid, nofile
+        self.first_uid, self.nofile, self.root_caps = first_uid, nofile, root_caps
         os.chown(self.spool, INIT_UID + (first_uid or 0), INIT_UID + (first_uid or 0))
         self.path = str(private / "socket")
         self.log = private / "log"
@@ -144,7 +149,7 @@ class Guest:
             pid = os.fork()
             if pid == 0:
                 try:
-                    _exec_init(listen_fd, spool_fd, spool_max, binds)
+                    _exec_init(listen_fd, spool_fd, spool_max, binds, self.root_caps)
                 except BaseException as error:
                     os.write(2, repr(error).encode())
                 os._exit(3)

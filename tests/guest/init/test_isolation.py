@@ -106,6 +106,55 @@ def test_the_init_keeps_little_power(connection: Connection, guest: Guest) -> No
     assert int(rows["CapEff"], 16) == (1 << 0) | (1 << 5) | (1 << 6) | (1 << 7)
 
 
+CAPABLE = (0, 1, 3, 7, 18)  # CHOWN DAC_OVERRIDE FOWNER SETUID SYS_CHROOT
+
+
+def caps(status: str) -> dict[str, int]:
+    rows = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    return {name: int(rows[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Bnd", "Amb")}
+
+
+def test_a_capable_root_has_what_the_init_was_told(make_guest: Callable[..., Guest]) -> None:
+    """Its programs have those capabilities and can't take the platform's ids; other users have none; the init itself
+    uses no more than before."""
+    guest = make_guest(root_caps=CAPABLE)
+    connection = guest.connect()
+    connection.hello()
+    given = sum(1 << cap for cap in CAPABLE)
+    of_root = caps(connection.sh("cat /proc/self/status", user="").out.decode())
+    assert of_root == {"Inh": 0, "Prm": given, "Eff": given, "Bnd": given, "Amb": 0}
+    of_user = caps(connection.sh("cat /proc/self/status", user="65534").out.decode())
+    assert of_user == {"Inh": 0, "Prm": 0, "Eff": 0, "Bnd": given, "Amb": 0}
+    of_init = caps(Path(f"/proc/{guest.pid}/status").read_text())
+    used = (1 << 0) | (1 << 5) | (1 << 6) | (1 << 7)
+    assert of_init == {"Inh": 0, "Prm": used | given, "Eff": used, "Bnd": given, "Amb": 0}
+    become = "import os\ntry: os.setuid(%d)\nexcept OSError as e: print(e.errno)\nprint(os.getuid())"
+    for uid, told in ((65535, b"1\n0\n"), (65533, b"1\n0\n"), (65532, b"65532\n")):
+        assert connection.run(["/usr/bin/python3", "-SIc", become % uid], user="").out == told
+
+
+def test_a_helper_of_a_capable_root_reaches_every_file(make_guest: Callable[..., Guest]) -> None:
+    """And nothing more: it is still nobody's process; one for another user has no capability."""
+    guest = make_guest(root_caps=CAPABLE)
+    connection = guest.connect()
+    connection.hello()
+    closed = guest.work / "closed"
+    closed.mkdir(mode=0o700)
+    os.chown(closed, 2001, 2001)
+    assert connection.applet("write", str(closed / "x"), "600", "0", user="", stdin=b"root").code == 0
+    assert connection.applet("list", str(closed), user="65534").code == 1
+    status = connection.applet("read", "/proc/self/status", "0", "-1", user="").out.decode()
+    expected = (1 << 1) | (1 << 3)
+    assert caps(status) == {
+        "Inh": 0,
+        "Prm": expected,
+        "Eff": expected,
+        "Bnd": sum(1 << cap for cap in CAPABLE),
+        "Amb": 0,
+    }
+    assert "Uid:\t65533\t65533\t65533\t0" in status
+
+
 def test_the_init_dies_with_its_parent(make_guest: Callable[..., Guest]) -> None:
     """When the starter is gone the init and everything in the sandbox end."""
     guest = make_guest()

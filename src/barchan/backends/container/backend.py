@@ -206,6 +206,7 @@ class ContainerBackend:
                 shm_bytes=min(SHM_BYTES, spec.memory_mib << 19),
                 hostname=spec.hostname,
                 network=NETWORKS[spec.network],
+                root=spec.root,
             )
         )
         try:
