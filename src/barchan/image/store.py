@@ -1,37 +1,49 @@
 """The images of one machine on disk: templates by name, layers by digest.
 
     ROOT/templates/NAME.json   a `Template`; NAME percent-encoded
-    ROOT/layers/SHA256.erofs   a layer (or SHA256.dir/ where the kernel can't mount EROFS files)
+    ROOT/layers/SHA256.erofs   a layer (or SHA256.dir/ where the kernel can't mount EROFS files, or SHA256.lazy)
     ROOT/tmp/ID/               a build under way; its `lock` is held for as long as its builder lives
     ROOT/doubtful/LAYER        names a layer that may have come without a template, or lost its last one
-    ROOT/lock                  held while any of the above changes names
+    ROOT/used/NAME.json        empty; its time is when a sandbox last started from the template
+    ROOT/lock                  held while any of the above changes names; its content changes with any template
 
 Whatever has its final name is whole and on disk: it is written beside, synced and renamed. A builder that dies leaves
 only its directory in `tmp`, which the next one removes; a layer is noted as doubtful before its use changes, so
-that whoever holds the lock next can judge it. Readers take no lock.
+that whoever holds the lock next can judge it. Readers take no lock. A layer whose file somebody holds (`hold`) stays,
+though no template names it, for as long as that is so.
 """
 
+import errno
 import fcntl
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, get_args
-from urllib.parse import quote
 
 import msgspec
 
 from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
-from barchan.image.template import FORMAT, Layer, LayerKind, Template, TemplateConfig, template_digest
+from barchan.image import gc
+from barchan.image.disk import NO_ROOM, needs_room, remove, size_bytes, sync_directory, sync_tree
+from barchan.image.index import TemplateIndex, layer_file, template_file
+from barchan.image.template import Layer, LayerKind, Template, TemplateConfig, template_digest
+from barchan.model.gc import GcImage, GcLayer, GcReport, GcRequest
 from barchan.model.node import ImageInfo
 
 BUILD_HINT = "barchan image build debian"
 DIGEST_PREFIX_MIN = 12
 FILE_NAME_MAX = 240  # file systems take 255 bytes, and a write adds a few
+NOTE_USE_S = 60.0  # of one template, at most once in this time
+GENERATION_BYTES = 16
+HELD_MODE = 0o400  # of a note, so that marking it takes no room on a full disk
+LAYER_FILE = re.compile(rf"([0-9a-f]{{64}})\.({'|'.join(get_args(LayerKind))})")
+_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 
 
 class NewLayer(NamedTuple):
@@ -54,20 +66,28 @@ class ImageStore:
         self._layers = root / "layers"
         self._tmp = root / "tmp"
         self._doubtful = root / "doubtful"
-        self._read_before: dict[Path, tuple[tuple[int, int, int], Template]] = {}
+        self._used = root / "used"
+        self._index = TemplateIndex(self._templates)
+        self._sizes: dict[Layer, int] = {}
+        self._noted: dict[str, float] = {}
 
     def templates(self) -> list[Template]:
         """Every template, by name."""
-        try:
-            paths = sorted(path for path in self._templates.iterdir() if path.suffix == ".json")
-        except FileNotFoundError:
-            return []
-        found = [_read(path) for path in paths]
-        return sorted((template for template in found if template is not None), key=lambda template: template.name)
+        return self._index.all()
 
     def list(self) -> "list[ImageInfo]":
         """Every template, as nodes tell it to their clients."""
-        return [image_info(template) for template in self.templates()]
+        templates = self.templates()
+        uses = Counter(layer for template in templates for layer in template.layers)
+        used = self.used_unix_s(templates)
+        return [
+            image_info(
+                template,
+                shared_bytes=sum(self.layer_bytes(layer) for layer in template.layers if uses[layer] > 1),
+                used_unix_s=used[template.name],
+            )
+            for template in templates
+        ]
 
     def resolve(self, name_or_digest: str) -> Template:
         """The template of that name or digest (`sha256:` is optional, so are digits after the first 12).
@@ -76,8 +96,8 @@ class ImageStore:
             NotFound: The message names what there is, or the command that builds a first one.
             BlobCorrupt: Its file is damaged, or of a newer release.
         """
-        if len(_file_name(name_or_digest)) <= FILE_NAME_MAX:
-            template = self._read_cached(self._template_path(name_or_digest))
+        if len(template_file(name_or_digest)) <= FILE_NAME_MAX:
+            template = self._index.get(template_file(name_or_digest))
             if template is not None:
                 return template
         digest = name_or_digest.removeprefix("sha256:")
@@ -92,155 +112,289 @@ class ImageStore:
 
     def layer_path(self, layer: Layer) -> Path:
         """Where a layer lies: a file to mount, or a directory."""
-        return self._layers / self._name(layer)
+        return self._layers / layer_file(layer)
 
-    @staticmethod
-    def _name(layer: Layer) -> str:
-        return f"{layer.digest}.{layer.kind}"
+    def layer_bytes(self, layer: Layer) -> int:
+        """What a layer takes on this disk; 0 if it is not there. Of a lazy one: its index."""
+        size = self._sizes.get(layer)
+        if size is None:
+            try:
+                size = size_bytes(self.layer_path(layer))
+            except FileNotFoundError:
+                return 0
+            self._sizes[layer] = size
+        return size
 
     def has_layer(self, digest: str) -> bool:
-        """Whether a layer of this digest is kept here, in either form."""
-        return any(self.layer_path(Layer(digest, kind)).exists() for kind in get_args(LayerKind))
+        """Whether a layer of this digest is kept here, in any form."""
+        return any(self.layer_path(Layer(digest, kind)).exists() for kind in _KINDS)
+
+    def wants_layer(self, digest: str) -> bool:
+        """Whether it is kept here for a template, and not only because it is held."""
+        return any(
+            self.layer_path(layer).exists() and not _is_held(self._doubtful / layer_file(layer))
+            for layer in (Layer(digest, kind) for kind in _KINDS)
+        )
+
+    def hold(self, layer: Layer) -> int:
+        """A descriptor that keeps a layer's file in the store until it is closed, whoever removes the last image of it.
+
+        Whoever closes it calls `settle` then, or the file stays until the store is changed next.
+
+        Raises:
+            NotFound: The layer is not here.
+        """
+        try:
+            fd = os.open(self.layer_path(layer), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise _layer_gone(layer) from None
+        fcntl.flock(fd, fcntl.LOCK_SH)  # the other side holds it for no longer than it takes to remove the file
+        if os.fstat(fd).st_nlink == 0:
+            os.close(fd)
+            raise _layer_gone(layer)
+        return fd
+
+    def settle(self) -> None:
+        """Remove what nobody needs any more: layers held when their image was removed, dead builders' files."""
+        with self._locked():
+            self._sweep_workspaces()
+
+    def note_use(self, name: str) -> None:
+        """Remember that a sandbox starts from a template now; a file's time is set at most once a minute for each."""
+        now = time.monotonic()
+        if now - self._noted.get(name, -NOTE_USE_S) < NOTE_USE_S:
+            return
+        self._noted[name] = now
+        try:
+            self._used.mkdir(exist_ok=True)
+            (self._used / template_file(name)).touch()
+        except OSError as error:
+            # The sandbox starts all the same: only the order of what is removed first suffers.
+            if error.errno not in (*NO_ROOM, errno.EROFS, errno.EACCES):
+                raise
+
+    def used_unix_s(self, templates: Iterable[Template]) -> dict[str, float]:
+        """When a sandbox last started from each, by name and to the minute; the time it was made, if none has since."""
+        noted = {}
+        with suppress(FileNotFoundError):  # of the directory: nothing was ever noted
+            for entry in os.scandir(self._used):
+                with suppress(FileNotFoundError):  # its template has been removed meanwhile
+                    noted[entry.name] = entry.stat().st_mtime
+        return {
+            template.name: max(noted.get(template_file(template.name), 0.0), template.created_unix_s)
+            for template in templates
+        }
 
     @contextmanager
     def workspace(self) -> Iterator[Path]:
         """A directory of one's own to build in, on the store's file system; removed on leaving.
 
         Entering also removes what builders that died have left.
+
+        Raises:
+            CapacityError: There was no room on the disk, for this or for what was made in it.
         """
-        with self._locked():
-            self._sweep_workspaces()
-            path = self._tmp / secrets.token_hex(8)
-            path.mkdir()
-            lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield path
-        finally:
-            with self._locked():  # a sweep must not meet a directory half removed
-                shutil.rmtree(path)
-            os.close(lock)
+        with needs_room(self.root):
+            with self._locked():
+                self._sweep_workspaces()
+                path = self._tmp / secrets.token_hex(8)
+                path.mkdir()
+                lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                yield path
+            finally:
+                with self._locked():  # a sweep must not meet a directory half removed
+                    shutil.rmtree(path)
+                os.close(lock)
 
     def commit(self, config: TemplateConfig, layers: tuple[NewLayer | Layer, ...]) -> Template:
         """Name a template and keep its layers (topmost first); an older template of this name gives way to it.
 
         Raises:
             NotFound: A `Layer`, which must be in the store, is not: its image was removed.
+            CapacityError: The disk is full; nothing of it is left.
         """
         config.check()
-        if len(_file_name(config.name)) > FILE_NAME_MAX:
+        if len(template_file(config.name)) > FILE_NAME_MAX:
             raise InvalidSpec(f"template name {config.name!r} is too long")
         brought = [item for item in layers if isinstance(item, NewLayer)]
-        for new in brought:
-            _sync_tree(new.path)
         stored = tuple(item.layer if isinstance(item, NewLayer) else item for item in layers)
-        with self._locked():
-            self._check_kept(set(stored) - {new.layer for new in brought})
-            self._doubt(self._name(layer) for layer in stored)
-            self._doubt(self._names_of(config.name))
+        with needs_room(self.root):
             for new in brought:
-                self._keep(new)
-            template = Template(
-                name=config.name,
-                digest=template_digest(config, stored),
-                layers=stored,
-                size_bytes=sum(_size_bytes(self.layer_path(layer)) for layer in stored),
-                created_unix_s=time.time(),
-                user=config.user,
-                workdir=config.workdir,
-                env=config.env,
-                source=config.source,
-                entrypoint=config.entrypoint,
-                cmd=config.cmd,
-                base_layers=config.base_layers,
-            )
-            self._write(self._template_path(config.name), msgspec.json.format(msgspec.json.encode(template)))
-            self._settle(stored)
+                sync_tree(new.path)
+            with self._locked() as lock:
+                self._check_kept(set(stored) - {new.layer for new in brought})
+                self._doubt(layer_file(layer) for layer in stored)
+                self._doubt(self._layer_files_of(config.name))
+                for new in brought:
+                    self._keep(new)
+                template = Template(
+                    name=config.name,
+                    digest=template_digest(config, stored),
+                    layers=stored,
+                    size_bytes=sum(self.layer_bytes(layer) for layer in stored),
+                    created_unix_s=time.time(),
+                    user=config.user,
+                    workdir=config.workdir,
+                    env=config.env,
+                    source=config.source,
+                    entrypoint=config.entrypoint,
+                    cmd=config.cmd,
+                    base_layers=config.base_layers,
+                )
+                self._write(lock, template)
+                self._settle(lock, stored)
         return template
 
     def remove(self, name_or_digest: str) -> Template:
         """Forget a template, and its layers unless another one needs them. Running sandboxes keep what they mounted."""
-        with self._locked():
+        with self._locked() as lock:
             template = self.resolve(name_or_digest)
-            self._doubt(self._name(layer) for layer in template.layers)
-            self._template_path(template.name).unlink()
-            _sync_directory(self._templates)
-            self._settle()
+            self._forget(lock, template)
+            sync_directory(self._templates)
+            self._settle(lock)
         return template
+
+    def collect(self, asked: GcRequest, busy: Collection[str] = ()) -> GcReport:
+        """Remove the layers that no template names, then images by the rules of `image.gc`.
+
+        Args:
+            busy: Digests of the layers of live sandboxes.
+
+        Raises:
+            BlobCorrupt: A template can't be read, so that nobody knows which layers it names. Nothing was removed.
+        """
+        with self._locked() as lock:
+            self._sweep_workspaces()
+            uses = self._index.uses(_generation(lock))
+            left_overs = [layer for layer in self._layers_here() if not uses.get(layer_file(layer))]
+            left_overs = [layer for layer in left_overs if not _is_held(self._doubtful / layer_file(layer))]
+            found = tuple(GcLayer(layer.digest, layer.kind, self.layer_bytes(layer)) for layer in left_overs)
+            templates = self.templates()
+            used = self.used_unix_s(templates)
+            sizes = {layer: self.layer_bytes(layer) for template in templates for layer in template.layers}
+            chosen = gc.choose(templates, used, sizes, frozenset(busy), asked, time.time())
+            if not asked.dry_run:
+                self._doubt(layer_file(layer) for layer in left_overs)
+                for item in chosen:
+                    self._forget(lock, item.template)
+                sync_directory(self._templates)
+                self._settle(lock)
+                self._forget_uses()
+        freed = sum(item.freed_bytes for item in chosen)
+        return GcReport(
+            images=tuple(
+                GcImage(
+                    name=item.template.name,
+                    digest=item.template.digest,
+                    freed_bytes=item.freed_bytes,
+                    used_unix_s=used[item.template.name],
+                )
+                for item in chosen
+            ),
+            left_overs=found,
+            freed_bytes=freed + sum(layer.size_bytes for layer in found),
+            kept_bytes=sum(sizes.values()) - freed,
+            dry_run=asked.dry_run,
+        )
+
+    def _layers_here(self) -> tuple[Layer, ...]:
+        found = (LAYER_FILE.fullmatch(path.name) for path in self._layers.iterdir())
+        return tuple(msgspec.convert((match[1], match[2]), Layer) for match in found if match)
+
+    def _forget_uses(self) -> None:
+        for path in self._used.iterdir():
+            if not (self._templates / path.name).exists():
+                path.unlink()
+
+    def _forget(self, lock: int, template: Template) -> None:
+        """Unlink a template's file, its layers being in doubt then."""
+        self._doubt(layer_file(layer) for layer in template.layers)
+        file = template_file(template.name)
+        before, after = _next_generation(lock)
+        (self._templates / file).unlink()
+        (self._used / file).unlink(missing_ok=True)
+        self._noted.pop(template.name, None)
+        self._index.changed(file, None, before, after)
 
     def _check_kept(self, layers: Iterable[Layer]) -> None:
         for layer in layers:
             if not self.layer_path(layer).exists():
-                raise NotFound(f"layer {layer.digest} is not in the store any more: its image was removed")
-
-    def _read_cached(self, path: Path) -> Template | None:
-        """As `_read`; a file that is the same as last time is not read again, since every create asks."""
-        try:
-            found = path.stat()
-        except FileNotFoundError:
-            self._read_before.pop(path, None)
-            return None
-        version = (found.st_ino, found.st_mtime_ns, found.st_size)
-        known = self._read_before.get(path)
-        if known is None or known[0] != version:
-            template = _read(path)
-            if template is None:
-                return None
-            known = self._read_before[path] = (version, template)
-        return known[1]
-
-    def _template_path(self, name: str) -> Path:
-        return self._templates / _file_name(name)
+                raise _layer_gone(layer)
 
     def _keep(self, new: NewLayer) -> None:
         """Give a layer its final name; content is the name, so one that is there already stays."""
         target = self.layer_path(new.layer)
         if not target.exists():
             new.path.rename(target)
-            _sync_directory(self._layers)
+            sync_directory(self._layers)
 
-    def _write(self, target: Path, data: bytes) -> None:
-        beside = target.parent / f".{target.name}.new"  # one writer at a time: the store is locked
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.rename(target)
-        _sync_directory(target.parent)
+    def _write(self, lock: int, template: Template) -> None:
+        file = template_file(template.name)
+        beside = self._tmp / f"{file}.new"  # one writer at a time: the store is locked
+        try:
+            with beside.open("wb") as new:
+                new.write(msgspec.json.format(msgspec.json.encode(template)))
+                new.flush()
+                os.fsync(new.fileno())
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+        before, after = _next_generation(lock)
+        beside.rename(self._templates / file)
+        sync_directory(self._templates)
+        self._index.changed(file, template, before, after)
 
-    def _names_of(self, name: str) -> Iterable[str]:
+    def _layer_files_of(self, name: str) -> Iterable[str]:
         """The layers of the template of that name, if there is one; if its file is damaged, any layer may be."""
         try:
-            template = self._read_cached(self._template_path(name))
+            template = self._index.get(template_file(name))
         except BlobCorrupt:
             return [path.name for path in self._layers.iterdir()]
-        return [self._name(layer) for layer in template.layers] if template is not None else []
+        return [layer_file(layer) for layer in template.layers] if template is not None else []
 
     def _doubt(self, names: Iterable[str]) -> None:
         """Note layers before their use changes: whoever dies then leaves the notes to the next one."""
         for name in names:
             (self._doubtful / name).touch()
 
-    def _settle(self, known_used: Iterable[Layer] = ()) -> None:
+    def _settle(self, lock: int, known_used: Iterable[Layer] = ()) -> None:
         """Remove the layers in doubt that no template names; templates are looked at only if there is a doubt."""
-        used = {self._name(layer) for layer in known_used}
         notes = tuple(self._doubtful.iterdir())
+        used: Container[str] = {layer_file(layer) for layer in known_used}
         if any(note.name not in used for note in notes):
             try:
-                used |= self._all_used()
+                used = self._index.uses(_generation(lock))
             except BlobCorrupt:
                 return  # nobody knows what it names: the doubts stay until it is built again or removed
         for note in notes:
-            if note.name not in used:
-                _remove(self._layers / note.name)
-            note.unlink()
+            if note.name not in used and not self._discard(note.name):
+                note.chmod(HELD_MODE)
+            else:
+                note.unlink()
 
-    def _all_used(self) -> set[str]:
-        found = (self._read_cached(path) for path in self._templates.iterdir() if path.suffix == ".json")
-        return {self._name(layer) for template in found if template is not None for layer in template.layers}
+    def _discard(self, name: str) -> bool:
+        """Remove a layer that no template names; false, and it stays, if somebody holds it."""
+        path = self._layers / name
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(path)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+        return True
 
     def _sweep_workspaces(self) -> None:
         for path in self._tmp.iterdir():
+            if not path.is_dir():  # a template that its writer, who held the store's lock, never came to name
+                path.unlink()
+                continue
             lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -252,23 +406,23 @@ class ImageStore:
                 os.close(lock)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        for directory in (self._templates, self._layers, self._tmp, self._doubtful):
+    def _locked(self) -> Iterator[int]:
+        for directory in (self._templates, self._layers, self._tmp, self._doubtful, self._used):
             directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self._settle()  # what one that died has left
-            yield
+            self._settle(lock)  # what one that died has left
+            try:
+                yield lock
+            except BaseException:
+                self._settle(lock)
+                raise
         finally:
             os.close(lock)
 
 
-def _file_name(name: str) -> str:
-    return quote(name, safe="@+:") + ".json"
-
-
-def image_info(template: Template) -> ImageInfo:
+def image_info(template: Template, *, shared_bytes: int = 0, used_unix_s: float = 0.0) -> ImageInfo:
     return ImageInfo(
         name=template.name,
         digest=template.digest,
@@ -279,48 +433,29 @@ def image_info(template: Template) -> ImageInfo:
         workdir=template.workdir,
         env=template.env,
         base_layers=template.base_layers,
+        shared_bytes=shared_bytes,
+        used_unix_s=used_unix_s,
     )
 
 
-def _read(path: Path) -> Template | None:
+def _layer_gone(layer: Layer) -> NotFound:
+    return NotFound(f"layer {layer.digest} is not in the store any more: its image was removed")
+
+
+def _is_held(note: Path) -> bool:
+    """Whether a note is of a layer that is only there because somebody held it when it lost its last template."""
     try:
-        data = path.read_bytes()
+        return note.stat().st_mode & 0o777 == HELD_MODE
     except FileNotFoundError:
-        return None
-    try:
-        template = msgspec.json.decode(data, type=Template)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BlobCorrupt(f"template {path.name} can't be read: {error} (try: build it again with --force)") from error
-    if template.format != FORMAT:
-        raise BlobCorrupt(f"template {path.name} has format {template.format}; this release reads {FORMAT}")
-    return template
+        return False
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _generation(lock: int) -> bytes:
+    return os.pread(lock, GENERATION_BYTES, 0)
 
 
-def _size_bytes(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(path) for name in names)
-
-
-def _sync_tree(path: Path) -> None:
-    """Force a finished layer to disk before it gets its name."""
-    if path.is_file():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    else:
-        os.sync()  # one call for a tree of files: fsync of each takes far longer
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _next_generation(lock: int) -> tuple[bytes, bytes]:
+    """Tell every index of this store, before a template changes, that its count is not good any more."""
+    before, after = _generation(lock), secrets.token_bytes(GENERATION_BYTES)
+    os.pwrite(lock, after, 0)
+    return before, after

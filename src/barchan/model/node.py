@@ -80,7 +80,12 @@ class LeaseInfo(Struct, frozen=True, kw_only=True):
 
 
 class ImageInfo(Struct, frozen=True, kw_only=True):
-    """A template as this node's store has it. Layers are digests, topmost first; sizes are bytes on disk."""
+    """A template as this node's store has it. Layers are digests, topmost first; sizes are bytes on disk.
+
+    Attributes:
+        shared_bytes: Of the layers that other images have, too; only in lists.
+        used_unix_s: When a sandbox last started from it, or it was made; only in lists.
+    """
 
     name: str
     digest: str
@@ -91,6 +96,8 @@ class ImageInfo(Struct, frozen=True, kw_only=True):
     workdir: str
     env: dict[str, str]
     base_layers: int = 0
+    shared_bytes: int = 0
+    used_unix_s: float = 0.0
 
 
 class SnapshotRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
