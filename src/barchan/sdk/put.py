@@ -7,7 +7,8 @@ import posixpath
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from barchan.sdk.pack import check_link
 from barchan.sdk.recipe import Put
 
 _PIECE_BYTES = 1 << 20
+_GIVE_TIMEOUT_S = 600.0
 
 
 def put_digest(put: Put) -> str:
@@ -84,27 +86,66 @@ class _Local(NamedTuple):
     data: bytes = b""
 
 
-async def put_files(sandbox: AsyncSandbox, put: Put) -> None:
+async def put_files(sandbox: AsyncSandbox, put: Put, *, root_is_capable: bool = False) -> None:
     """Do it. A file that goes to where a folder is goes into that folder.
 
-    In a sandbox nobody can give files away, not even its root. So they are written by the owner, and where the owner
-    may not write, they are written elsewhere and moved there by root.
+    A capable root writes it and gives it to its owner. In other sandboxes nobody can give files away, not even root:
+    so they are written by the owner, and where the owner may not write, written elsewhere and moved there by root.
 
     Raises:
         InvalidSpec: The source can't be read, or holds what does not travel.
         Denied: Neither the owner nor root may write there.
+        GuestError: It can't be given to the owner, which a capable root does by the sandbox's own programs.
     """
     with TemporaryDirectory() as folder:
         local = await asyncio.to_thread(_local, put, Path(folder, "copy"))
         path = put.path
         if local.path is not None and not local.is_folder and await _is_folder(sandbox, path):
             path = posixpath.join(path, local.path.name)
+        if root_is_capable:
+            async with staged(sandbox, put.user, path, is_folder=local.is_folder) as where:
+                await _write(sandbox.files.as_user("root"), local, where)
+            return
         try:
             await _write(sandbox.files.as_user(put.user), local, path)
         except Denied:
             if put.user == "root":
                 raise
             await _write_elsewhere(sandbox, put.user, local, path)
+
+
+@asynccontextmanager
+async def staged(sandbox: AsyncSandbox, user: str, path: str, *, is_folder: bool = True) -> AsyncIterator[str]:
+    """Where a capable root is to write what a user is to own at a path; on leaving it is there.
+
+    A file there gives way; a folder there is filled, and keeps its own mode and owner.
+
+    Raises:
+        GuestError: Giving it away failed.
+    """
+    if user in ("root", "0", "root:root", "0:0"):
+        yield path
+        return
+    root = sandbox.files.as_user("root")
+    folder = f"/tmp/put-{secrets.token_hex(6)}"
+    where = f"{folder}/it"
+    await root.mkdir(folder, mode=0o700)
+    try:
+        yield where
+        # As file operations see it: a name alone has its own group, a number alone the group of that number.
+        owner = user if ":" in user else f"{user}:{user if user.isdigit() else ''}"
+        await _as_root(sandbox, "chown", "-R", "-h", owner, where)
+        if not is_folder or not await root.exists(path):
+            await root.mkdir(posixpath.dirname(path))
+            await root.move(where, path)
+        elif names := [posixpath.basename(entry.path) for entry in await root.list(where)]:
+            await _as_root(sandbox, "cp", "-a", "--", *(f"{where}/{name}" for name in names), f"{path}/")
+    finally:
+        await asyncio.shield(_remove(root, folder))
+
+
+async def _as_root(sandbox: AsyncSandbox, *argv: str) -> None:
+    (await sandbox.exec(argv, user="root", cwd="/", timeout_s=_GIVE_TIMEOUT_S)).check()
 
 
 def _local(put: Put, copy: Path) -> _Local:

@@ -41,19 +41,44 @@ class Put(Struct, frozen=True, kw_only=True, tag="put", forbid_unknown_fields=Tr
     user: str = "root"
 
 
+class Take(Struct, frozen=True, kw_only=True, tag="take", forbid_unknown_fields=True):
+    """Files out of another image, which is made first where it is a recipe.
+
+    Attributes:
+        source: Its path there, whose last part may hold `*`, `?` and `[...]`. Of a folder its content is taken.
+        path: Where it goes; a name that ends with a slash is a folder.
+        mode, user: As of `Put`.
+    """
+
+    image: "str | Recipe"
+    source: str
+    path: str
+    mode: int | None = None
+    user: str = "root"
+
+
+Step = Run | Put | Take
+
+
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An image by its making. Recipes of equal content on an equal base are the same image.
 
     Attributes:
         base: Name or digest of an image that the node has, or the recipe of one.
+        layers: Images whose own layers lie above the base, the last one topmost, and below what the steps do.
         env, user, workdir: What sandboxes of the image start with, over the base's.
+        entrypoint, cmd: What other runtimes start; None: as the base's. Told to whoever names the image: the files are
+            the same.
         memory_mib, disk_mib: Of the sandbox that the steps run in.
     """
 
     base: "str | Recipe"
-    steps: tuple[Run | Put, ...] = ()
+    layers: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
     env: Env = {}
     user: str | None = None
     workdir: str | None = None
+    entrypoint: tuple[str, ...] | None = None
+    cmd: tuple[str, ...] | None = None
     memory_mib: Annotated[int, Meta(ge=16)] = 2048
     disk_mib: Annotated[int, Meta(ge=1)] = 8192
