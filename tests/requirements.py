@@ -75,6 +75,7 @@ PROBES: dict[str, Callable[[], str]] = {
     "openssl": _tool("openssl", "openssl"),
     "slirp4netns": _tool("slirp4netns", "slirp4netns"),
     "ip": _tool("ip", "iproute2"),
+    "nginx": _tool("nginx", "nginx-light"),
 }
 
 

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -104,6 +104,12 @@ class BlobStore:
             raise InvalidSpec(f"no store can be opened at {url}: {_first_line(error)}") from None
         return cls(url, None, store, timeout_s)
 
+    async def make(self) -> None:
+        """Make the directory of a store in one; other stores are there already. Raises as `put`."""
+        self._check_writable()
+        if self._root is not None:
+            await self._ask("", asyncio.to_thread(self._root.mkdir, parents=True, exist_ok=True))
+
     async def get(self, key: str, bytes_max: int) -> bytes:
         """A whole blob.
 
@@ -183,7 +189,7 @@ class BlobStore:
         """
         self._check_writable()
         if self._root is not None:
-            await self._ask(key, asyncio.to_thread(_put_local, self._root / key, data))
+            await self._ask(key, asyncio.to_thread(_put_local, self._root / key, [data]))
             return
 
         async def sent() -> None:
@@ -191,15 +197,28 @@ class BlobStore:
 
         await self._ask(key, sent())
 
-    async def put_file(self, key: str, path: Path) -> None:
-        """Store a file's content, in parts where it is big. Raises as `put`; the time is bounded by part."""
+    async def put_file(self, key: str, path: Path, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Store a file's content, in parts where it is big; the time is bounded by part.
+
+        Args:
+            progress: Called with the bytes that were read so far, from another thread.
+
+        Raises:
+            As `put`.
+        """
         self._check_writable()
         if self._root is not None:
-            await self._ask(key, asyncio.to_thread(_put_local, self._root / key, path), bounded=False)
+            await self._ask(
+                key, asyncio.to_thread(_put_local, self._root / key, _pieces(path, progress)), bounded=False
+            )
             return
 
         async def sent() -> None:
-            await self._store().put_async(key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+            pieces = _pieces(path, progress)
+            if os.stat(path).st_size <= PART_BYTES:
+                await self._store().put_async(key, b"".join(pieces), use_multipart=False)
+            else:
+                await self._store().put_async(key, pieces, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
         await self._ask(key, sent(), bounded=False)
 
@@ -242,8 +261,8 @@ class BlobStore:
             return NotFound(f"no {key} in {self.url}", blob=key)
         if isinstance(error, PermissionError):
             return Denied(f"{key} in {self.url}: {error.strerror}")
-        if is_full(error):
-            return CapacityError(f"no room for {key} in {self.url}: {error.strerror}", retry_after_ms=_NO_ROOM_MS)
+        if isinstance(full := no_room(error, f"{key} in {self.url}"), BarchanError):
+            return full
         return ConnectionLost(f"{key} in {self.url}: {error.strerror or type(error).__name__}")
 
     def _remote_error(self, key: str, error: Exception) -> BarchanError:
@@ -269,9 +288,11 @@ class BlobStore:
         return ConnectionLost(f"{where}: the answer broke off")
 
 
-def is_full(error: OSError) -> bool:
-    """Whether a write failed for want of room."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+def no_room(error: OSError, what: str) -> BarchanError | OSError:
+    """A full disk as the error it is to a caller; other errors as they are."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError(f"no room for {what}: {error.strerror}", retry_after_ms=_NO_ROOM_MS)
+    return error
 
 
 def _obstore() -> ModuleType:
@@ -303,13 +324,13 @@ def _local_path(url: str) -> Path | None:
     return Path(os.path.abspath(unquote(parts.path)))
 
 
-def _put_local(target: Path, content: bytes | Path) -> None:
+def _put_local(target: Path, content: Iterable[bytes]) -> None:
     """Write beside, sync, rename. What a killed writer leaves has a name that no listing shows."""
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f"{target.name}#{secrets.randbelow(1 << 62)}")
     try:
         with beside.open("xb") as out:
-            for piece in _pieces(content):
+            for piece in content:
                 out.write(piece)
             out.flush()
             os.fsync(out.fileno())
@@ -324,13 +345,13 @@ def _put_local(target: Path, content: bytes | Path) -> None:
         os.close(directory)
 
 
-def _pieces(content: bytes | Path) -> Iterator[bytes]:
-    if isinstance(content, bytes):
-        yield content
-        return
-    with content.open("rb") as file:
+def _pieces(path: Path, progress: Callable[[int], None]) -> Iterator[bytes]:
+    done = 0
+    with path.open("rb") as file:
         while piece := file.read(_COPY_BYTES):
             yield piece
+            done += len(piece)
+            progress(done)
 
 
 def _first_line(error: Exception) -> str:
