@@ -9,8 +9,7 @@
 
 Whatever has its final name is whole and on disk: it is written beside, synced and renamed. A builder that dies leaves
 only its directory in `tmp`, which the next one removes; a layer is noted as doubtful before its use changes, so
-that whoever holds the lock next can judge it. Readers take no lock. A layer whose file somebody holds (`hold`) stays,
-though no template names it, for as long as that is so.
+that whoever holds the lock next can judge it. Readers take no lock.
 """
 
 import errno
@@ -41,7 +40,6 @@ DIGEST_PREFIX_MIN = 12
 FILE_NAME_MAX = 240  # file systems take 255 bytes, and a write adds a few
 NOTE_USE_S = 60.0  # of one template, at most once in this time
 GENERATION_BYTES = 16
-HELD_MODE = 0o400  # of a note, so that marking it takes no room on a full disk
 LAYER_FILE = re.compile(rf"([0-9a-f]{{64}})\.({'|'.join(get_args(LayerKind))})")
 _KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 
@@ -128,36 +126,6 @@ class ImageStore:
     def has_layer(self, digest: str) -> bool:
         """Whether a layer of this digest is kept here, in any form."""
         return any(self.layer_path(Layer(digest, kind)).exists() for kind in _KINDS)
-
-    def wants_layer(self, digest: str) -> bool:
-        """Whether it is kept here for a template, and not only because it is held."""
-        return any(
-            self.layer_path(layer).exists() and not _is_held(self._doubtful / layer_file(layer))
-            for layer in (Layer(digest, kind) for kind in _KINDS)
-        )
-
-    def hold(self, layer: Layer) -> int:
-        """A descriptor that keeps a layer's file in the store until it is closed, whoever removes the last image of it.
-
-        Whoever closes it calls `settle` then, or the file stays until the store is changed next.
-
-        Raises:
-            NotFound: The layer is not here.
-        """
-        try:
-            fd = os.open(self.layer_path(layer), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise _layer_gone(layer) from None
-        fcntl.flock(fd, fcntl.LOCK_SH)  # the other side holds it for no longer than it takes to remove the file
-        if os.fstat(fd).st_nlink == 0:
-            os.close(fd)
-            raise _layer_gone(layer)
-        return fd
-
-    def settle(self) -> None:
-        """Remove what nobody needs any more: layers held when their image was removed, dead builders' files."""
-        with self._locked():
-            self._sweep_workspaces()
 
     def note_use(self, name: str) -> None:
         """Remember that a sandbox starts from a template now; a file's time is set at most once a minute for each."""
@@ -269,7 +237,6 @@ class ImageStore:
             self._sweep_workspaces()
             uses = self._index.uses(_generation(lock))
             left_overs = [layer for layer in self._layers_here() if not uses.get(layer_file(layer))]
-            left_overs = [layer for layer in left_overs if not _is_held(self._doubtful / layer_file(layer))]
             found = tuple(GcLayer(layer.digest, layer.kind, self.layer_bytes(layer)) for layer in left_overs)
             templates = self.templates()
             used = self.used_unix_s(templates)
@@ -369,26 +336,9 @@ class ImageStore:
             except BlobCorrupt:
                 return  # nobody knows what it names: the doubts stay until it is built again or removed
         for note in notes:
-            if note.name not in used and not self._discard(note.name):
-                note.chmod(HELD_MODE)
-            else:
-                note.unlink()
-
-    def _discard(self, name: str) -> bool:
-        """Remove a layer that no template names; false, and it stays, if somebody holds it."""
-        path = self._layers / name
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(path)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(fd)
-        return True
+            if note.name not in used:
+                remove(self._layers / note.name)
+            note.unlink()
 
     def _sweep_workspaces(self) -> None:
         for path in self._tmp.iterdir():
@@ -440,14 +390,6 @@ def image_info(template: Template, *, shared_bytes: int = 0, used_unix_s: float 
 
 def _layer_gone(layer: Layer) -> NotFound:
     return NotFound(f"layer {layer.digest} is not in the store any more: its image was removed")
-
-
-def _is_held(note: Path) -> bool:
-    """Whether a note is of a layer that is only there because somebody held it when it lost its last template."""
-    try:
-        return note.stat().st_mode & 0o777 == HELD_MODE
-    except FileNotFoundError:
-        return False
 
 
 def _generation(lock: int) -> bytes:

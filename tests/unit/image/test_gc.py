@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from barchan.errors import BlobCorrupt, NotFound
+from barchan.errors import BlobCorrupt
 from barchan.image.gc import GRACE_S, choose
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.template import Layer, Template, TemplateConfig
@@ -214,34 +214,3 @@ def test_a_damaged_template_stops_the_removal(tmp_path: Path) -> None:
     with pytest.raises(BlobCorrupt, match=r"y\.json"):
         collect(tmp_path, unused_for_s=7 * DAY_S)
     assert files(tmp_path) == before
-
-
-def test_a_held_layer_stays_until_it_is_let_go(tmp_path: Path) -> None:
-    """Its image can be removed; neither later changes nor a collection take the file, and it is nobody's left-over."""
-    store = ImageStore(tmp_path)
-    made = commit(store, "x", b"x")
-    (kept,) = made.layers
-    held = store.hold(kept)
-    store.remove("x")
-    commit(ImageStore(tmp_path), "y", b"y")
-    assert collect(tmp_path).left_overs == ()
-    assert store.layer_path(kept).read_bytes() == b"x"
-    assert (store.has_layer(kept.digest), store.wants_layer(kept.digest)) == (True, False)
-    os.close(held)
-    store.settle()
-    assert not store.has_layer(kept.digest)
-    with pytest.raises(NotFound, match="image was removed"):
-        store.hold(kept)
-
-
-def test_a_held_layer_can_be_named_again(tmp_path: Path) -> None:
-    """Made again while it is held, it is an image's like any other."""
-    store = ImageStore(tmp_path)
-    (kept,) = commit(store, "x", b"x").layers
-    held = store.hold(kept)
-    store.remove("x")
-    commit(store, "z", b"x")
-    assert store.wants_layer(kept.digest)
-    os.close(held)
-    store.settle()
-    assert store.layer_path(kept).exists()

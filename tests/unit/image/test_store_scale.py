@@ -105,7 +105,7 @@ def test_two_stores_see_what_the_other_does(tmp_path: Path) -> None:
     other.remove("scratch")
     assert one.layer_path(base).exists()
     other.remove("mine")
-    one.settle()
+    one.collect(GcRequest())
     assert files(tmp_path) == set()
 
 
@@ -144,7 +144,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(small_disk: Path, spare_bytes: i
         assert "barchan image gc" in str(error)
         assert files(store.root) == before
     (small_disk / "filler").unlink()
-    store.settle()
+    store.collect(GcRequest())
     assert broken(store) == []
     assert commit(store, "y", bytes(8192)).size_bytes == 8192
 
@@ -194,5 +194,5 @@ def test_processes_killed_at_any_time_leave_a_whole_store(tmp_path: Path, monkey
         for template in store.templates():
             for layer in template.layers:
                 assert hashlib.sha256(store.layer_path(layer).read_bytes()).hexdigest() == layer.digest
-        store.settle()
+        store.collect(GcRequest())
         assert broken(store) == []
