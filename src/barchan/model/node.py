@@ -100,6 +100,15 @@ class ImageInfo(Struct, frozen=True, kw_only=True):
     used_unix_s: float = 0.0
 
 
+class LayerInfo(Struct, frozen=True, kw_only=True):
+    """A layer on this node. `size_bytes`: the whole of it; `local_bytes`: what of it is on this node's disk."""
+
+    digest: str
+    kind: str
+    size_bytes: int
+    local_bytes: int
+
+
 class SnapshotRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the image of a sandbox's files is called, and starts with; None: a fresh name, and as the sandbox's image.
 
