@@ -70,6 +70,7 @@ PROBES: dict[str, Callable[[], str]] = {
     "static-libc": _static_libc,
     "mmdebstrap": _tool("mmdebstrap", "mmdebstrap"),
     "mkfs.erofs": _tool("mkfs.erofs", "erofs-utils"),
+    "fsck.erofs": _tool("fsck.erofs", "erofs-utils"),
     "mkfs.btrfs": _tool("mkfs.btrfs", "btrfs-progs"),
     "curl": _tool("curl", "curl"),
     "openssl": _tool("openssl", "openssl"),

@@ -3,13 +3,15 @@
  * directories and links is made. The first thing that is not right ends the operation. */
 #define _GNU_SOURCE
 #include "applet.h"
-#include "tar_reader.h"
 
 #include <fcntl.h>
 #include <linux/openat2.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
+
+#include "../tar/tar_reader.h"
 
 enum {
 	LATER_MAX = 65536,		/* directories whose mode waits for the end */
@@ -28,28 +30,24 @@ static size_t later_count, later_bytes;
 
 /* --- Names --- */
 
-/* Drop empty and "." components; refuse what is absolute or goes up. May end up empty: the directory itself. */
+_Noreturn void tar_fail(int error, const char *format, ...)
+{
+	char text[600];
+	va_list args;
+
+	va_start(args, format);
+	vsnprintf(text, sizeof text, format, args);
+	va_end(args);
+	applet_fail(error, "%s", text);
+}
+
+/* Refuse a name that is absolute or goes up. */
 static void normalise(char *name)
 {
-	char *out = name;
+	const char *wrong = tar_normalise(name);
 
-	if (name[0] == '/')
-		applet_fail(EPERM, "%.200s: absolute names are refused", name);
-	for (char *at = name; *at != 0;) {
-		size_t len = strcspn(at, "/");
-		bool more = at[len] == '/';
-
-		if (len == 2 && at[0] == '.' && at[1] == '.')
-			applet_fail(EPERM, "a name with .. is refused");
-		if (len > 0 && !(len == 1 && at[0] == '.')) {
-			if (out > name)
-				*out++ = '/';
-			memmove(out, at, len);
-			out += len;
-		}
-		at += len + more;
-	}
-	*out = 0;
+	if (wrong != NULL)
+		applet_fail(EPERM, "%.200s: %s", name, wrong);
 }
 
 static int open_beneath(const char *name, uint64_t flags)

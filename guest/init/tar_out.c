@@ -2,7 +2,7 @@
  * pipes and devices are left out. */
 #define _GNU_SOURCE
 #include "applet.h"
-#include "tar_format.h"
+#include "../tar/tar_format.h"
 
 #include <fcntl.h>
 #include <stdio.h>

@@ -4,15 +4,15 @@
 
 #include "pack.h"
 
-struct entry {
+struct linked {
 	uint64_t number, at; /* number 0: free */
 	uint32_t links;
 };
 
-static struct entry *entries;
+static struct linked *entries;
 static size_t size, count;
 
-static struct entry *place_of(uint64_t number)
+static struct linked *place_of(uint64_t number)
 {
 	size_t at = (number * UINT64_C(0x9E3779B97F4A7C15)) >> 20;
 
@@ -23,7 +23,7 @@ static struct entry *place_of(uint64_t number)
 
 static void grow(void)
 {
-	struct entry *before = entries;
+	struct linked *before = entries;
 	size_t size_before = size;
 
 	size = size ? 2 * size : 1024;
@@ -41,17 +41,17 @@ uint64_t *links_find(const struct stat *stat)
 {
 	if (2 * count >= size)
 		grow();
-	struct entry *entry = place_of(stat->st_ino);
+	struct linked *entry = place_of(stat->st_ino);
 	if (!entry->number) {
 		count++;
-		*entry = (struct entry){.number = stat->st_ino, .links = 1};
+		*entry = (struct linked){.number = stat->st_ino, .links = 1};
 	}
 	return &entry->at;
 }
 
 void links_again(const struct stat *stat)
 {
-	struct entry *entry = place_of(stat->st_ino);
+	struct linked *entry = place_of(stat->st_ino);
 
 	image_put_links(entry->at, ++entry->links);
 }

@@ -2,13 +2,15 @@
 
 import asyncio
 import errno
-import hashlib
 import secrets
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from barchan.backends.finished import finished
-from barchan.errors import BackendError, BarchanError, CapacityError, InvalidSpec, NotFound, RequirementMissing
+from msgspec.structs import replace
+
+from barchan.core.finished import finished
+from barchan.errors import BackendError, BarchanError, CapacityError, NotFound, RequirementMissing
+from barchan.image.pack import make_distinct
 from barchan.image.store import ImageStore, NewLayer, image_info
 from barchan.image.template import LAYERS_MAX, Layer, Template, TemplateConfig
 from barchan.model.node import ImageInfo, SnapshotRequest
@@ -22,7 +24,7 @@ async def snapshot(sandboxes: Sandboxes, live: Live, asked: SnapshotRequest) -> 
     """Make an image of a sandbox's files: its template's layers below, what it has written above.
 
     Raises:
-        InvalidSpec: The wish itself, or the sandbox has as many layers as one can have.
+        InvalidSpec: The wish itself.
         NotFound: The image that the sandbox was made of was removed, and its layers with it.
         CapacityError: No room on a disk. GuestWrecked: The guest's files can't be a layer.
 
@@ -31,7 +33,10 @@ async def snapshot(sandboxes: Sandboxes, live: Live, asked: SnapshotRequest) -> 
     config = _config(live, asked)
     live.requests += 1
     try:
-        template = await _snapshot(sandboxes.images, live, config, is_named=asked.name is not None)
+        # Those below are merged first, where the new one would be one too many: the sandbox needn't wait for that.
+        below, base_layers = await sandboxes.templates.fitted(live.template.layers, config.base_layers, LAYERS_MAX - 1)
+        config = replace(config, base_layers=base_layers)
+        template = await _snapshot(sandboxes.images, live, config, below, is_named=asked.name is not None)
     except (BarchanError, OSError) as error:
         sandboxes.get(live.sandbox_id)  # one that has ended meanwhile says so
         if isinstance(error, BarchanError):
@@ -59,14 +64,9 @@ def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
         workdir=below.workdir if asked.workdir is None else asked.workdir,
         env=below.env if asked.env is None else asked.env,
         base_layers=len(below.layers) if asked.base_layers is None else min(asked.base_layers, len(below.layers)),
-        source=f"snapshot of {live.sandbox_id}, from {below.name}",
+        source=f"snapshot of {live.sandbox_id}, from {' + '.join((below.name, *live.spec.layers))}",
     )
     config.check()
-    if len(below.layers) >= LAYERS_MAX:
-        raise InvalidSpec(
-            f"{live.sandbox_id} has {len(below.layers)} layers, as many as a sandbox can have: "
-            "make an image of its tree instead (files.download, then barchan image import)"
-        )
     if any(layer.kind == "dir" for layer in below.layers):
         raise RequirementMissing(
             "a snapshot needs layers that are EROFS files, and this host can't mount them "
@@ -75,14 +75,16 @@ def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
     return config
 
 
-async def _snapshot(images: ImageStore, live: Live, config: TemplateConfig, *, is_named: bool) -> Template:
+async def _snapshot(
+    images: ImageStore, live: Live, config: TemplateConfig, below: tuple[Layer, ...], *, is_named: bool
+) -> Template:
     with_workspace = ExitStack()
     try:
         workspace = await finished(asyncio.to_thread(with_workspace.enter_context, images.workspace()))
         packed = workspace / "layer.erofs"
         await live.handle.pack(packed)
         try:
-            return await finished(asyncio.to_thread(_commit, images, config, packed, live.template.layers))
+            return await finished(asyncio.to_thread(_commit, images, config, packed, below))
         except asyncio.CancelledError:
             if not is_named:  # nobody would ever ask for it
                 with suppress(NotFound):
@@ -93,6 +95,5 @@ async def _snapshot(images: ImageStore, live: Live, config: TemplateConfig, *, i
 
 
 def _commit(images: ImageStore, config: TemplateConfig, packed: Path, below: tuple[Layer, ...]) -> Template:
-    with packed.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = make_distinct(packed, {layer.digest for layer in below})
     return images.commit(config, (NewLayer(Layer(digest, "erofs"), packed), *below))

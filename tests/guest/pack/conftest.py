@@ -32,10 +32,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pack(program: Path) -> Pack:
     """Packs a directory into an image; what the program says and how it ends is the caller's to look at."""
 
-    def run(tree: Path, image: Path, bytes_max: int = 1 << 30) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [program, tree, image, str(bytes_max)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+    def run(
+        tree: Path, image: Path, bytes_max: int = 1 << 30, options: tuple[str, ...] = ()
+    ) -> "subprocess.CompletedProcess[str]":
+        argv = [program, *options, tree, image, str(bytes_max)]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
     return run
 

@@ -2,28 +2,41 @@
 #define _GNU_SOURCE
 #include "tar_reader.h"
 
-#include <stdio.h>
-#include <stdlib.h>
+#include <errno.h>
+#include <string.h>
+#include <unistd.h>
 
-#include "applet.h"
+#include "../common/util.h"
 #include "tar_format.h"
 
-enum { EXTENSION_MAX = 256 << 10 };	/* one pax header or GNU long name */
+enum {
+	INPUT_BYTES = 64 << 10,
+	EXTENSION_MAX = 256 << 10,	/* one pax header or GNU long name */
+	XATTR_PREFIX_BYTES = 13,	/* of "SCHILY.xattr." */
+};
 
 static const uint64_t mtime_max = 1ull << 36;	/* seconds: some thousand years */
 
 /* What pax records and GNU long names say about the next member. */
 static struct {
-	bool has_name, has_link, has_size, has_mtime;
-	char name[PATH_BYTES], link[PATH_BYTES];
-	uint64_t size;
+	bool has_name, has_link, has_size, has_mtime, has_uid, has_gid;
+	char name[TAR_PATH_BYTES], link[TAR_PATH_BYTES];
+	uint64_t size, uid, gid;
 	struct timespec mtime;
+	uint8_t xattrs[EXTENSION_MAX];
+	size_t xattrs_len;
 } over;
 
-static uint8_t input[COPY_CHUNK];
+static uint8_t input[INPUT_BYTES];
 static size_t input_at, input_len;
+static uint64_t input_total, input_max = UINT64_MAX;
 
 /* --- Bytes --- */
+
+void tar_limit(uint64_t bytes)
+{
+	input_max = bytes;
+}
 
 /* The next bytes of the archive, at most `max`; 0 at its end. */
 size_t tar_take(const uint8_t **out, size_t max)
@@ -33,9 +46,12 @@ size_t tar_take(const uint8_t **out, size_t max)
 	if (input_at == input_len) {
 		ssize_t got = read(0, input, sizeof input);
 		if (got < 0)
-			applet_fail(errno, "stdin");
+			tar_fail(errno, "stdin");
 		input_at = 0;
 		input_len = (size_t)got;
+		input_total += input_len;
+		if (input_total > input_max)
+			tar_fail(EFBIG, "the archive has more than %llu bytes", (unsigned long long)input_max);
 	}
 	n = (size_t)min_u64(max, input_len - input_at);
 	*out = input + input_at;
@@ -50,7 +66,7 @@ static void need(void *out, size_t len)
 	for (size_t n, done = 0; done < len; done += n) {
 		n = tar_take(&part, len - done);
 		if (n == 0)
-			applet_fail(EBADMSG, "the archive is truncated");
+			tar_fail(EBADMSG, "the archive is truncated");
 		memcpy((uint8_t *)out + done, part, n);
 	}
 }
@@ -73,7 +89,7 @@ static uint64_t number(const char *field, size_t size, const char *what)
 	if ((uint8_t)field[0] == 0x80) {
 		for (i = 1; i < size; i++) {
 			if (value >> 55)
-				applet_fail(EBADMSG, "%s is too large", what);
+				tar_fail(EBADMSG, "%s is too large", what);
 			value = value << 8 | (uint8_t)field[i];
 		}
 		return value;
@@ -82,18 +98,43 @@ static uint64_t number(const char *field, size_t size, const char *what)
 		i++;
 	for (; i < size && field[i] != 0 && field[i] != ' '; i++) {
 		if (field[i] < '0' || field[i] > '7' || value >> 60)
-			applet_fail(EBADMSG, "%s is not a number", what);
+			tar_fail(EBADMSG, "%s is not a number", what);
 		value = value << 3 | (uint64_t)(field[i] - '0');
 	}
 	return value;
 }
 
-static void copy_text(char out[PATH_BYTES], const char *text, size_t len)
+/* Drop empty and "." components. Returns what is wrong with the name, or NULL; may end up empty: the root itself. */
+const char *tar_normalise(char *name)
 {
-	if (len >= PATH_BYTES)
-		applet_fail(ENAMETOOLONG, "a name in the archive");
+	char *out = name;
+
+	if (name[0] == '/')
+		return "absolute names are refused";
+	for (char *at = name; *at != 0;) {
+		size_t len = strcspn(at, "/");
+		bool more = at[len] == '/';
+
+		if (len == 2 && at[0] == '.' && at[1] == '.')
+			return "a name with .. is refused";
+		if (len > 0 && !(len == 1 && at[0] == '.')) {
+			if (out > name)
+				*out++ = '/';
+			memmove(out, at, len);
+			out += len;
+		}
+		at += len + more;
+	}
+	*out = 0;
+	return NULL;
+}
+
+static void copy_text(char out[TAR_PATH_BYTES], const char *text, size_t len)
+{
+	if (len >= TAR_PATH_BYTES)
+		tar_fail(ENAMETOOLONG, "a name in the archive");
 	if (memchr(text, 0, len) != NULL)
-		applet_fail(EBADMSG, "a name in the archive holds a NUL");
+		tar_fail(EBADMSG, "a name in the archive holds a NUL");
 	memcpy(out, text, len);
 	out[len] = 0;
 }
@@ -113,7 +154,15 @@ static bool decimal(const char *text, size_t len, uint64_t *out)
 	return true;
 }
 
-/* Seconds with an optional fraction; times before 1970 become 1970. */
+/* Times before 1970 become 1970, in whatever form they come. */
+static time_t header_mtime(const struct tar_header *header)
+{
+	if ((uint8_t)header->mtime[0] == 0xff)
+		return 0;
+	return (time_t)min_u64(number(header->mtime, sizeof header->mtime, "a time"), mtime_max);
+}
+
+/* Seconds with an optional fraction. */
 static void pax_mtime(const char *text, size_t len)
 {
 	const char *dot = memchr(text, '.', len);
@@ -126,7 +175,7 @@ static void pax_mtime(const char *text, size_t len)
 	if (text[0] == '-')
 		return;
 	if (!decimal(text, whole, &seconds) || seconds > mtime_max)
-		applet_fail(EBADMSG, "mtime in a pax header");
+		tar_fail(EBADMSG, "mtime in a pax header");
 	for (size_t i = whole + 1; i < len && unit > 0 && text[i] >= '0' && text[i] <= '9'; i++, unit /= 10)
 		nanos += (text[i] - '0') * unit;
 	over.mtime = (struct timespec){.tv_sec = (time_t)seconds, .tv_nsec = nanos};
@@ -135,6 +184,30 @@ static void pax_mtime(const char *text, size_t len)
 static bool key_is(const char *text, size_t len, const char *key)
 {
 	return len == strlen(key) && memcmp(text, key, len) == 0;
+}
+
+static void pax_number(const char *key, const char *text, size_t len, uint64_t *value, bool *has)
+{
+	*has = decimal(text, len, value);
+	if (!*has)
+		tar_fail(EBADMSG, "%s in a pax header is not a number", key);
+}
+
+/* Kept as NAME, 0, length in four bytes, value: the name may hold anything but 0, the value anything. */
+static void pax_xattr(const char *name, size_t name_len, const char *value, size_t len)
+{
+	uint8_t *at = over.xattrs + over.xattrs_len;
+	const uint32_t value_len = (uint32_t)len;
+
+	if (name_len == 0 || memchr(name, 0, name_len) != NULL)
+		tar_fail(EBADMSG, "the name of an attribute");
+	if (over.xattrs_len + name_len + 1 + sizeof value_len + len > sizeof over.xattrs)
+		tar_fail(EMSGSIZE, "the attributes of an entry");
+	memcpy(at, name, name_len);
+	at[name_len] = 0;
+	memcpy(at + name_len + 1, &value_len, sizeof value_len);
+	memcpy(at + name_len + 1 + sizeof value_len, value, len);
+	over.xattrs_len += name_len + 1 + sizeof value_len + len;
 }
 
 static void pax_value(const char *key, size_t key_len, const char *value, size_t len)
@@ -146,13 +219,17 @@ static void pax_value(const char *key, size_t key_len, const char *value, size_t
 		over.has_link = true;
 		copy_text(over.link, value, len);
 	} else if (key_is(key, key_len, "size")) {
-		over.has_size = decimal(value, len, &over.size);
-		if (!over.has_size)
-			applet_fail(EBADMSG, "size in a pax header");
+		pax_number("size", value, len, &over.size, &over.has_size);
+	} else if (key_is(key, key_len, "uid")) {
+		pax_number("uid", value, len, &over.uid, &over.has_uid);
+	} else if (key_is(key, key_len, "gid")) {
+		pax_number("gid", value, len, &over.gid, &over.has_gid);
 	} else if (key_is(key, key_len, "mtime")) {
 		pax_mtime(value, len);
+	} else if (key_len >= XATTR_PREFIX_BYTES && memcmp(key, "SCHILY.xattr.", XATTR_PREFIX_BYTES) == 0) {
+		pax_xattr(key + XATTR_PREFIX_BYTES, key_len - XATTR_PREFIX_BYTES, value, len);
 	} else if (key_len >= 10 && memcmp(key, "GNU.sparse", 10) == 0) {
-		applet_fail(EPERM, "sparse members are refused");
+		tar_fail(EPERM, "sparse members are refused");
 	}
 }
 
@@ -165,10 +242,10 @@ static void pax_records(const char *text, size_t len)
 
 		if (space == NULL || !decimal(text, (size_t)(space - text), &size) || size > len ||
 		    size < (size_t)(space - text) + 3 || text[size - 1] != '\n')
-			applet_fail(EBADMSG, "a pax header does not decode");
+			tar_fail(EBADMSG, "a pax header does not decode");
 		equals = memchr(space, '=', size - (size_t)(space - text));
 		if (equals == NULL)
-			applet_fail(EBADMSG, "a pax header does not decode");
+			tar_fail(EBADMSG, "a pax header does not decode");
 		pax_value(space + 1, (size_t)(equals - space) - 1, equals + 1, size - (size_t)(equals + 1 - text) - 1);
 		text += size;
 		len -= size;
@@ -182,7 +259,7 @@ static void read_extension(char type, uint64_t size)
 	size_t len = (size_t)size;
 
 	if (size > EXTENSION_MAX)
-		applet_fail(EMSGSIZE, "an extended header of the archive");
+		tar_fail(EMSGSIZE, "an extended header of the archive");
 	need(text, len);
 	tar_skip_padding(size);
 	if (type == 'x')
@@ -216,14 +293,21 @@ static void header_names(const struct tar_header *header, struct tar_entry *entr
 static void check_header(const struct tar_header *header)
 {
 	if (number(header->checksum, sizeof header->checksum, "the checksum") != tar_checksum(header))
-		applet_fail(EBADMSG, "not a tar header: the checksum is wrong");
+		tar_fail(EBADMSG, "not a tar header: the checksum is wrong");
 }
 
 static void fill_entry(const struct tar_header *header, struct tar_entry *entry)
 {
 	header_names(header, entry);
 	entry->mode = (mode_t)(number(header->mode, sizeof header->mode, "a mode") & 07777);
-	entry->mtime = (struct timespec){.tv_sec = (time_t)min_u64(number(header->mtime, 12, "a time"), mtime_max)};
+	entry->uid = over.has_uid ? over.uid : number(header->uid, sizeof header->uid, "an owner");
+	entry->gid = over.has_gid ? over.gid : number(header->gid, sizeof header->gid, "a group");
+	entry->is_device_0 = (header->type == '3' || header->type == '4') &&
+		number(header->major, sizeof header->major, "a device") == 0 &&
+		number(header->minor, sizeof header->minor, "a device") == 0;
+	entry->xattrs = over.xattrs;
+	entry->xattrs_len = over.xattrs_len;
+	entry->mtime = (struct timespec){.tv_sec = header_mtime(header)};
 	if (over.has_name)
 		strcpy(entry->name, over.name);
 	if (over.has_link)
@@ -233,8 +317,9 @@ static void fill_entry(const struct tar_header *header, struct tar_entry *entry)
 	if (over.has_mtime)
 		entry->mtime = over.mtime;
 	if (entry->size > INT64_MAX)
-		applet_fail(EFBIG, "%.200s", entry->name);
-	over.has_name = over.has_link = over.has_size = over.has_mtime = false;
+		tar_fail(EFBIG, "%.200s", entry->name);
+	over.has_name = over.has_link = over.has_size = over.has_mtime = over.has_uid = over.has_gid = false;
+	over.xattrs_len = 0;
 }
 
 static bool is_zero(const struct tar_header *header)
