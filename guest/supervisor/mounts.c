@@ -1,4 +1,4 @@
-/* Mounts: what is made once and shared (layers, the skeletons of /dev and /sys, masks) and the root of one sandbox.
+/* Mounts: what is made once and shared (the skeletons of /dev and /sys, masks; layers.c has the layers) and the root of one sandbox.
  *
  * Everything shared hangs below one `holder` that is in no mount namespace and is reached through descriptors. The supervisor lives
  * in a mount namespace of two mounts, which a launch child copies for next to nothing however many layers there are. Kernels before 6.15 can't
@@ -24,8 +24,7 @@
 #define READONLY_SAFE (MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC)
 
 static int holder_fd = -1, dev_fd = -1, sys_fd = -1, masks_fd = -1, host_ns_fd = -1, own_ns_fd = -1;
-static bool detached_clones; /* kernel 6.15 or newer */
-static struct layer *layers;
+bool detached_clones;
 
 /* Shown below the guest's /sys: what programs count processors and memory nodes by. */
 static struct {
@@ -68,17 +67,17 @@ int mount_new(const char *type, unsigned attributes, const char *const *pairs)
 	return fsmount(context_fd, FSMOUNT_CLOEXEC, attributes);
 }
 
-static int clone_with(int dir_fd, const char *path, unsigned flags)
+int mount_clone_with(int dir_fd, const char *path, unsigned flags)
 {
 	return open_tree(dir_fd, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | flags | (*path ? 0 : AT_EMPTY_PATH));
 }
 
 int mount_clone(int dir_fd, const char *path)
 {
-	return clone_with(dir_fd, path, 0);
+	return mount_clone_with(dir_fd, path, 0);
 }
 
-static int set_attributes(int mount_fd, uint64_t attributes, int userns_fd)
+int mount_set_attributes(int mount_fd, uint64_t attributes, int userns_fd)
 {
 	struct mount_attr change = {.attr_set = attributes, .userns_fd = userns_fd < 0 ? 0 : (uint64_t)userns_fd};
 
@@ -125,7 +124,7 @@ static int make_dev(void)
 	for (size_t i = 0; i < COUNT(dirs); i++)
 		if (mkdirat(dev_fd, dirs[i], 0755) < 0)
 			return -1;
-	return set_attributes(dev_fd, MOUNT_ATTR_RDONLY, -1) < 0 ? -1 : mounts_hold(dev_fd, "dev");
+	return mount_set_attributes(dev_fd, MOUNT_ATTR_RDONLY, -1) < 0 ? -1 : mounts_hold(dev_fd, "dev");
 }
 
 /* What is needed of the host's /sys and /proc, before the first may be covered. */
@@ -136,7 +135,7 @@ static int look_at_host(void)
 	for (size_t i = 0; i < COUNT(shown); i++) {
 		snprintf(path, sizeof(path), "/sys/%s", shown[i].path);
 		shown[i].copy_fd = mount_clone(AT_FDCWD, path);
-		if (shown[i].copy_fd < 0 ? errno != ENOENT : set_attributes(shown[i].copy_fd, READONLY_SAFE, -1) < 0)
+		if (shown[i].copy_fd < 0 ? errno != ENOENT : mount_set_attributes(shown[i].copy_fd, READONLY_SAFE, -1) < 0)
 			return -1;
 	}
 	for (size_t i = 0; i < COUNT(protections); i++) {
@@ -156,7 +155,7 @@ static int make_sys(void)
 	for (size_t i = 0; i < COUNT(dirs); i++)
 		if (mkdirat(sys_fd, dirs[i], 0755) < 0)
 			return -1;
-	if (set_attributes(sys_fd, READONLY_SAFE, -1) < 0 || mounts_hold(sys_fd, "sys") < 0)
+	if (mount_set_attributes(sys_fd, READONLY_SAFE, -1) < 0 || mounts_hold(sys_fd, "sys") < 0)
 		return -1;
 	for (size_t i = 0; i < COUNT(shown); i++) {
 		if (shown[i].copy_fd >= 0 && attach(shown[i].copy_fd, sys_fd, shown[i].path) < 0)
@@ -175,7 +174,7 @@ static int make_masks(void)
 	if (file_fd < 0)
 		return -1;
 	close(file_fd);
-	return set_attributes(masks_fd, READONLY_SAFE, -1) < 0 ? -1 : mounts_hold(masks_fd, "masks");
+	return mount_set_attributes(masks_fd, READONLY_SAFE, -1) < 0 ? -1 : mounts_hold(masks_fd, "masks");
 }
 
 /* The root of the supervisor's own mount namespace: /proc, and the places where a launch child puts things together. */
@@ -259,126 +258,23 @@ int mounts_leave_host(void)
 	return chdir("/");
 }
 
-void mounts_close(void)
+/* Run something that opens or mounts by a host path. Without its own namespace the supervisor can't start anything any more. */
+int mounts_on_host(int (*run)(const char *path), const char *path)
 {
-	while (layers)
-		layer_remove(layers);
-	close_fd(&init_binary_fd), close_fd(&dev_fd), close_fd(&sys_fd), close_fd(&masks_fd), close_fd(&holder_fd);
-}
+	int result = setns(host_ns_fd, CLONE_NEWNS) < 0 ? -1 : run(path), error = errno;
 
-/* --- layers ------------------------------------------------------------------------------------------------------- */
-
-struct layer *layer_find(const char *digest)
-{
-	for (struct layer *layer = layers; layer; layer = layer->next)
-		if (strcmp(layer->digest, digest) == 0)
-			return layer;
-	return NULL;
-}
-
-/* In the order in which they were mounted last; NULL behind the end. */
-const struct layer *layer_at(uint64_t index)
-{
-	const struct layer *layer = layers;
-
-	while (layer && index-- > 0)
-		layer = layer->next;
-	return layer;
-}
-
-static int open_erofs(const char *path)
-{
-	char source[32];
-	CLEANUP_FD int file_fd = open(path, O_RDONLY | O_CLOEXEC);
-
-	if (file_fd < 0)
-		return -1;
-	/* By number: an option's value has at most 255 bytes. */
-	snprintf(source, sizeof(source), "/proc/self/fd/%d", file_fd);
-	return mount_new("erofs", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID, (const char *[]){"source", source, NULL});
-}
-
-static int open_dir(const char *path)
-{
-	int copy_fd = clone_with(AT_FDCWD, path, 0);
-
-	uint64_t readonly = options.writable_layers ? 0 : MOUNT_ATTR_RDONLY;
-
-	if (copy_fd >= 0 && set_attributes(copy_fd, readonly | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID, -1) < 0)
-		close_fd(&copy_fd);
-	return copy_fd;
-}
-
-/* Make the layer clonable from the supervisor's namespace and from nowhere visible. A clone of a host directory belongs to
- * the namespace it was made in; covering a mount of its own, it belongs to none. */
-static int layer_hold(struct layer *layer, bool is_dir)
-{
-	char name[DIGEST_MAX + 16];
-
-	if (!detached_clones) {
-		snprintf(name, sizeof(name), "layer-%s", layer->digest);
-		return mounts_hold(layer->fd, name);
-	}
-	if (!is_dir)
-		return 0;
-	layer->cover_fd = mount_new("tmpfs", 0, NULL);
-	if (layer->cover_fd < 0)
-		return -1;
-	return move_mount(layer->fd, "", layer->cover_fd, "", MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH);
-}
-
-static void layer_free(struct layer *layer)
-{
-	char name[DIGEST_MAX + 32];
-
-	if (!detached_clones && layer->fd >= 0) {
-		snprintf(name, sizeof(name), "/held/layer-%s", layer->digest);
-		if (umount2(name, MNT_DETACH) < 0)
-			log_line("unmounting layer %s: %s", layer->digest, strerror(errno));
-		rmdir(name);
-	}
-	close_fd(&layer->fd), close_fd(&layer->cover_fd);
-	free(layer);
-}
-
-int layer_add(const char *digest, bool is_dir, const char *path)
-{
-	struct layer *layer = calloc(1, sizeof(*layer));
-
-	if (!layer)
-		return -1;
-	snprintf(layer->digest, sizeof(layer->digest), "%s", digest);
-	layer->fd = layer->cover_fd = -1;
-	if (setns(host_ns_fd, CLONE_NEWNS) == 0)
-		layer->fd = is_dir ? open_dir(path) : open_erofs(path);
-	int error = errno;
-	/* Without its own namespace the supervisor can't start anything any more. */
 	if (setns(own_ns_fd, CLONE_NEWNS) < 0) {
 		log_line("returning to the own mount namespace: %s", strerror(errno));
 		abort();
 	}
 	errno = error;
-	if (layer->fd < 0 || layer_hold(layer, is_dir) < 0) {
-		error = errno;
-		layer_free(layer);
-		return errno = error, -1;
-	}
-	layer->next = layers;
-	layers = layer;
-	return 0;
+	return result;
 }
 
-int layer_remove(struct layer *layer)
+void mounts_close(void)
 {
-	struct layer **link = &layers;
-
-	if (layer->users > 0)
-		return errno = EBUSY, -1;
-	while (*link != layer)
-		link = &(*link)->next;
-	*link = layer->next;
-	layer_free(layer);
-	return 0;
+	layers_close();
+	close_fd(&init_binary_fd), close_fd(&dev_fd), close_fd(&sys_fd), close_fd(&masks_fd), close_fd(&holder_fd);
 }
 
 /* --- the root of one sandbox; runs in the launch child ------------------------------------------------------------ */
@@ -387,7 +283,7 @@ static int idmapped_clone(int fd, int userns_fd)
 {
 	int copy_fd = mount_clone(fd, "");
 
-	if (copy_fd >= 0 && !options.no_userns && set_attributes(copy_fd, MOUNT_ATTR_IDMAP, userns_fd) < 0)
+	if (copy_fd >= 0 && !options.no_userns && mount_set_attributes(copy_fd, MOUNT_ATTR_IDMAP, userns_fd) < 0)
 		close_fd(&copy_fd);
 	return copy_fd;
 }
@@ -402,7 +298,7 @@ int root_collect(const struct sandbox *sandbox, int userns_fd, int upper_fd, str
 	}
 	parts->upper = idmapped_clone(upper_fd, userns_fd);
 	parts->dev = mount_clone(dev_fd, "");
-	parts->sys = clone_with(sys_fd, "", AT_RECURSIVE);
+	parts->sys = mount_clone_with(sys_fd, "", AT_RECURSIVE);
 	return parts->upper < 0 || parts->dev < 0 || parts->sys < 0 ? -1 : 0;
 }
 
@@ -484,7 +380,7 @@ static int protect_proc(int proc_fd)
 		bool readonly = protections[i].how == MAKE_READONLY;
 		CLEANUP_FD int copy_fd = readonly ? mount_clone(proc_fd, protections[i].name)
 						  : mount_clone(masks_fd, protections[i].how == MASK_FILE ? "file" : "dir");
-		if (copy_fd < 0 || (readonly && set_attributes(copy_fd, MOUNT_ATTR_RDONLY, -1) < 0) ||
+		if (copy_fd < 0 || (readonly && mount_set_attributes(copy_fd, MOUNT_ATTR_RDONLY, -1) < 0) ||
 		    attach(copy_fd, proc_fd, protections[i].name) < 0)
 			return -1;
 	}

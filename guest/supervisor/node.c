@@ -288,6 +288,23 @@ void event_exit(const struct sandbox *sandbox)
 
 /* --- in ----------------------------------------------------------------------------------------------------------- */
 
+/* A packet, and the descriptor that came with it or -1; what recv returns. */
+static ssize_t receive_packet(char *packet, size_t size, int *passed_fd)
+{
+	struct iovec vector = {packet, size};
+	union {
+		struct cmsghdr header;
+		char space[CMSG_SPACE(sizeof(int))];
+	} control;
+	struct msghdr message = {.msg_iov = &vector, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = CMSG_LEN(sizeof(int))};
+	ssize_t length = recvmsg(connection_fd, &message, MSG_TRUNC | MSG_CMSG_CLOEXEC);
+	struct cmsghdr *header = length < 0 ? NULL : CMSG_FIRSTHDR(&message);
+
+	if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int)))
+		memcpy(passed_fd, CMSG_DATA(header), sizeof(int));
+	return length;
+}
+
 static void handle_connection(struct watch *watch, uint32_t events)
 {
 	static char packet[PACKET_MAX + 1];
@@ -297,14 +314,15 @@ static void handle_connection(struct watch *watch, uint32_t events)
 		flush_queue();
 	while (connection_fd >= 0 && !queue_head) {
 		uint64_t number = connection_number;
-		ssize_t length = recv(connection_fd, packet, sizeof(packet), MSG_TRUNC);
+		CLEANUP_FD int passed_fd = -1;
+		ssize_t length = receive_packet(packet, sizeof(packet), &passed_fd);
 		if (length < 0 && (errno == EAGAIN || errno == EINTR))
 			return;
 		if (length <= 0 || (size_t)length > PACKET_MAX) {
 			drop_connection();
 			return;
 		}
-		handle_request(packet, (size_t)length);
+		handle_request(packet, (size_t)length, passed_fd);
 		if (number != connection_number)
 			return;
 	}

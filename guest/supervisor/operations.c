@@ -14,6 +14,7 @@
 struct request {
 	const char *keys[KEYS_MAX], *values[KEYS_MAX];
 	unsigned count;
+	int passed_fd; /* came with the packet, or -1 */
 	struct waiter waiter;
 };
 
@@ -110,20 +111,51 @@ static void handle_hello(struct request *request)
 	sandbox_announce_ended();
 }
 
+static int add_layer(const struct request *request, const char *digest)
+{
+	const char *type = value_of(request, "type"), *path = value_of(request, "path");
+
+	if (strcmp(type, "mount") == 0 && !path && request->passed_fd >= 0)
+		return layer_add_mount(digest, request->passed_fd);
+	if (strcmp(type, "dir") == 0 && path && path[0] == '/')
+		return layer_add(digest, LAYER_DIR, path);
+	if (strcmp(type, "erofs") == 0 && path && path[0] == '/')
+		return layer_add(digest, LAYER_EROFS, path);
+	return errno = EINVAL, -1;
+}
+
 static void handle_layer(struct request *request)
 {
-	const char *digest = value_of(request, "digest"), *type = value_of(request, "type"), *path = value_of(request, "path");
-	bool is_dir = strcmp(type, "dir") == 0;
+	const char *digest = value_of(request, "digest");
 
-	if (!is_name(digest, DIGEST_MAX) || (!is_dir && strcmp(type, "erofs") != 0) || path[0] != '/') {
-		refuse(request, "request", EINVAL, "digest, type or path");
-		return;
-	}
-	if (!layer_find(digest) && layer_add(digest, is_dir, path) < 0) {
+	if (!is_name(digest, DIGEST_MAX))
+		refuse(request, "request", EINVAL, "digest");
+	else if (!layer_find(digest) && add_layer(request, digest) < 0)
 		refuse(request, "layer", errno, NULL);
+	else
+		reply_send(start_ok(request), &request->waiter);
+}
+
+/* Both descriptors are copied: the reader that serves them may die, and what it had is kept here. */
+static void handle_fuse(struct request *request)
+{
+	int device_fd, mount_fd;
+
+	if (fuse_open(&device_fd, &mount_fd) < 0) {
+		refuse(request, "fuse", errno, NULL);
 		return;
 	}
-	reply_send(start_ok(request), &request->waiter);
+	CLEANUP_FD int device_copy_fd = fcntl(device_fd, F_DUPFD_CLOEXEC, 0);
+	CLEANUP_FD int mount_copy_fd = fcntl(mount_fd, F_DUPFD_CLOEXEC, 0);
+	if (device_copy_fd < 0 || mount_copy_fd < 0) {
+		refuse(request, "fuse", errno, NULL);
+		return;
+	}
+	struct reply *reply = start_ok(request);
+	reply_add_fd(reply, device_copy_fd);
+	reply_add_fd(reply, mount_copy_fd);
+	device_copy_fd = mount_copy_fd = -1; /* reply_send closes them */
+	reply_send(reply, &request->waiter);
 }
 
 static void handle_unlayer(struct request *request)
@@ -371,7 +403,8 @@ static void handle_destroy(struct request *request)
 
 static const struct operation operations[] = {
 	{"hello", handle_hello, "version"},
-	{"layer", handle_layer, "digest type path"},
+	{"layer", handle_layer, "digest type [path]"},
+	{"fuse", handle_fuse, ""},
 	{"unlayer", handle_unlayer, "digest"},
 	{"layers", handle_layers, "[from]"},
 	{"pool", handle_pool, ""},
@@ -429,9 +462,10 @@ static bool has_right_keys(const struct operation *operation, const struct reque
 	return matched == request->count;
 }
 
-void handle_request(char *packet, size_t length)
+/* The descriptor that came with the packet, if any, stays the caller's. */
+void handle_request(char *packet, size_t length, int passed_fd)
 {
-	struct request request;
+	struct request request = {.passed_fd = passed_fd};
 	const struct operation *operation = NULL;
 
 	if (parse_packet(packet, length, &request) < 0) {

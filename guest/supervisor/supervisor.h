@@ -82,7 +82,7 @@ enum network { NETWORK_NONE, NETWORK_PROXY, NETWORK_OPEN };
 struct layer {
 	char digest[DIGEST_MAX + 1];
 	int fd;	      /* the read-only mount */
-	int cover_fd; /* what the mount is attached to, or -1 (mounts.c) */
+	int cover_fd; /* what the mount is attached to, or -1 (layers.c) */
 	unsigned users;
 	struct layer *next;
 };
@@ -179,7 +179,7 @@ void reply_error(const struct waiter *waiter, const char *stage, int error, cons
 void event_exit(const struct sandbox *sandbox);
 
 /* operations.c */
-void handle_request(char *packet, size_t length);
+void handle_request(char *packet, size_t length, int passed_fd);
 void reply_sandbox(struct sandbox *sandbox, const struct waiter *waiter, enum stage *failed);
 
 /* sandbox.c */
@@ -245,14 +245,24 @@ int mounts_open(void);
 int mounts_leave_host(void);
 void mounts_close(void);
 int mounts_hold(int mount_fd, const char *name);
-struct layer *layer_find(const char *digest);
-const struct layer *layer_at(uint64_t index);
-int layer_add(const char *digest, bool is_dir, const char *path);
-int layer_remove(struct layer *layer);
+int mounts_on_host(int (*run)(const char *path), const char *path);
+extern bool detached_clones; /* kernel 6.15 or newer: a mount that is in no namespace can be cloned */
 int mount_new(const char *type, unsigned attributes, const char *const *pairs);
 int mount_clone(int dir_fd, const char *path);
+int mount_clone_with(int dir_fd, const char *path, unsigned flags);
+int mount_set_attributes(int mount_fd, uint64_t attributes, int userns_fd);
 int root_collect(const struct sandbox *sandbox, int userns_fd, int upper_fd, struct root_parts *parts);
 int root_assemble(const struct sandbox *sandbox, const struct root_parts *parts);
+
+/* layers.c */
+enum layer_type { LAYER_EROFS, LAYER_DIR };
+struct layer *layer_find(const char *digest);
+const struct layer *layer_at(uint64_t index);
+int layer_add(const char *digest, enum layer_type type, const char *path);
+int layer_add_mount(const char *digest, int mount_fd);
+int layer_remove(struct layer *layer);
+void layers_close(void);
+int fuse_open(int *device_fd, int *mount_fd);
 
 /* launch.c */
 struct launch_report {
