@@ -82,7 +82,7 @@ static struct node *parent_of(char *path, char **base)
 	struct node *directory = nodes_root();
 	uint64_t depth = 1;
 
-	for (*base = component(&path); path; *base = component(&path)) {
+	for (*base = component(&path); *base && path; *base = component(&path)) { /* the root itself has no last name */
 		if (strncmp(*base, RESERVED, RESERVED_BYTES) == 0)
 			return NULL;
 		if (strncmp(*base, WHITEOUT, WHITEOUT_BYTES) == 0)
