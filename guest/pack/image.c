@@ -69,7 +69,8 @@ static void mix(const void *data, size_t bytes, uint64_t at)
 		mix_word(le64toh(word));
 	}
 	word = 0;
-	memcpy(&word, from, bytes);
+	if (bytes) /* of nothing there is no address either */
+		memcpy(&word, from, bytes);
 	mix_word(le64toh(word));
 }
 

@@ -174,8 +174,9 @@ static void pax_mtime(const char *text, size_t len)
 	over.mtime = (struct timespec){0};
 	if (text[0] == '-')
 		return;
-	if (!decimal(text, whole, &seconds) || seconds > mtime_max)
+	if (!decimal(text, whole, &seconds))
 		tar_fail(EBADMSG, "mtime in a pax header");
+	seconds = min_u64(seconds, mtime_max);
 	for (size_t i = whole + 1; i < len && unit > 0 && text[i] >= '0' && text[i] <= '9'; i++, unit /= 10)
 		nanos += (text[i] - '0') * unit;
 	over.mtime = (struct timespec){.tv_sec = (time_t)seconds, .tv_nsec = nanos};
