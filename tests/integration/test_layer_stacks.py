@@ -3,13 +3,14 @@
 import hashlib
 import random
 import stat
-import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from barchan.backends.container.backend import BINARIES
+from barchan.image.diff_tar import merge
 from barchan.image.erofs import Erofs
+from barchan.image.pack import pack_tree
 from barchan.image.stack import Stack
 from tests.integration.layer_trees import Seen, make_tree, shown_by_kernel
 
@@ -18,11 +19,6 @@ pytestmark = [pytest.mark.requires("root"), pytest.mark.timeout(120)]
 SEED = 4
 STACKS = 40
 LAYERS_MAX = 5
-
-
-def pack(tree: Path, target: Path) -> Path:
-    subprocess.run([BINARIES / "barchan-pack", tree, target, str(1 << 30)], check=True)
-    return target
 
 
 def shown(stack: Stack) -> tuple[Seen, list[list[bytes]]]:
@@ -48,7 +44,8 @@ def make_stacks(folder: Path) -> list[list[Path]]:
         layers = []
         for level in range(source.randint(1, LAYERS_MAX)):
             make_tree(folder / f"{number}-{level}", source)
-            layers.append(pack(folder / f"{number}-{level}", folder / f"{number}-{level}.erofs"))
+            layers.append(folder / f"{number}-{level}.erofs")
+            pack_tree(folder / f"{number}-{level}", layers[-1])
         stacks.append(layers)
     return stacks
 
@@ -63,3 +60,29 @@ def test_a_stack_shows_what_an_overlay_shows(tmp_path: Path) -> None:
         assert found_links == links
         for layer in layers:
             layer.close()
+
+
+def merged(layers: list[Path], source: random.Random) -> list[Path]:
+    """The same stack with a run of its layers as one."""
+    start, stop = sorted(source.sample(range(len(layers) + 1), 2))
+    target = layers[start].with_suffix(".merged")
+    with ExitStack() as exits:
+        opened = [exits.enter_context(Erofs.open(path)) for path in layers]
+        is_bottom = stop == len(layers) and source.random() < 0.5
+        merge(opened[start:stop], target, below=opened[stop:], is_bottom=is_bottom)
+    return [*layers[:start], target, *layers[stop:]]
+
+
+def test_a_merged_run_of_layers_shows_the_same(tmp_path: Path) -> None:
+    """Between the layers above and below it, whatever these say to each other: renamed directories, whiteouts, all."""
+    source = random.Random(SEED)
+    stacks = make_stacks(tmp_path)
+    seen = shown_by_kernel([*stacks, *(merged(layers, source) for layers in stacks)], tmp_path / "work")
+    for paths, (expected, _), (found, _) in zip(stacks, seen[: len(stacks)], seen[len(stacks) :], strict=True):
+        assert since_1970(found) == since_1970(expected), paths
+
+
+def since_1970(seen: Seen) -> Seen:
+    """Times before it don't survive an archive."""
+    times = {path: max(0, mtime) for path, (_, _, _, mtime, *_) in seen.items() if isinstance(mtime, int)}
+    return {path: (*facts[:3], times[path], *facts[4:]) for path, facts in seen.items()}

@@ -4,12 +4,15 @@ The tar is a pure function of the layers: pax, sorted by name, a directory befor
 written out as zeros, since not every reader of such layers knows another way. Sockets are left out: a tar has none.
 """
 
+import io
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 from barchan.errors import BlobCorrupt, InvalidSpec
 from barchan.image.erofs import Erofs
+from barchan.image.pack import DEFAULT_LIMITS, Limits, pack_tar
 from barchan.image.stack import DEPTH_MAX, ENTRIES_MAX, Node, Stack
 
 RECORD_BYTES = 512
@@ -19,7 +22,7 @@ TYPES = {stat.S_IFREG: b"0", stat.S_IFLNK: b"2", stat.S_IFDIR: b"5", stat.S_IFIF
 HARD_LINK = b"1"
 WHITEOUT = b".wh."
 OPAQUE_NAME = b".wh..wh..opq"
-BYTES_MAX = 256 << 30
+PART_BYTES = 1 << 20
 
 
 def diff_tar(
@@ -28,7 +31,7 @@ def diff_tar(
     out: BinaryIO,
     below: Sequence[Erofs] | None = None,
     is_bottom: bool = False,
-    bytes_max: int = BYTES_MAX,
+    bytes_max: int = DEFAULT_LIMITS.bytes_max,
 ) -> None:
     """Write consecutive layers, topmost first, as one OCI layer that does the same to whatever lies below. Blocking.
 
@@ -43,22 +46,64 @@ def diff_tar(
         BlobCorrupt: A layer is damaged.
         OSError: `out` could not be written.
     """
-    _Diff(layers, out, () if is_bottom else below, is_bottom, bytes_max).write()
+    for data in _Diff(layers, () if is_bottom else below, is_bottom, bytes_max).parts():
+        out.write(data)
+
+
+def merge(
+    layers: Sequence[Erofs],
+    target: Path,
+    *,
+    below: Sequence[Erofs] | None = None,
+    is_bottom: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+) -> str:
+    """Make one layer of consecutive ones, topmost first, in a new file; returns its digest. Blocking.
+
+    What it shows, over `below` and under any others, is what they show, but for sockets: see `diff_tar`.
+
+    Raises:
+        InvalidSpec, BlobCorrupt: As `diff_tar`.
+        CapacityError: The disk is full.
+        RequirementMissing: The packer was not built.
+    """
+    parts = _Diff(layers, () if is_bottom else below, is_bottom, limits.bytes_max).parts()
+    with io.BufferedReader(_Parts(parts), PART_BYTES) as source:
+        return pack_tar(source, target, limits=limits)
+
+
+class _Parts(io.RawIOBase):
+    """Bytes that come in parts, as a file."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts = parts
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._rest:
+            data = next(self._parts, None)
+            if data is None:
+                return 0
+            self._rest = memoryview(data)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
 
 
 class _Diff:
-    def __init__(
-        self, layers: Sequence[Erofs], out: BinaryIO, below: Sequence[Erofs] | None, is_bottom: bool, bytes_max: int
-    ) -> None:
+    def __init__(self, layers: Sequence[Erofs], below: Sequence[Erofs] | None, is_bottom: bool, bytes_max: int) -> None:
         self._run = Stack(layers)
         self._whole = None if below is None else Stack([*layers, *below])
-        self._out = out
         self._is_bottom = is_bottom
         self._room = self._bytes_max = bytes_max
         self._first_names: dict[tuple[int, int], bytes] = {}  # of files with several, by layer and inode
 
-    def write(self) -> None:
-        self._entry(b"", self._run.root, self._run)
+    def parts(self) -> Iterator[bytes]:
+        yield from self._entry(b"", self._run.root, self._run)
         # Of each directory on the way down: its path, the stack it's read from, whether all below is hidden, the rest.
         open_directories = [(b"", self._run, self._is_bottom, iter(self._run.listing(self._run.root)))]
         count = 0
@@ -77,22 +122,22 @@ class _Diff:
                 if name.startswith(WHITEOUT):
                     raise InvalidSpec(f"{_text(path)}: in a layer of this format, that name would say that one is gone")
                 if child is None or is_gone:
-                    self._mark(prefix + WHITEOUT + name)
+                    yield self._mark(prefix + WHITEOUT + name)
                     continue
                 node, read_from = child, stack
                 if stack is self._run and child.inode.is_dir and child.is_moved and not self._is_bottom:
                     node, read_from = self._moved(path)
-                self._entry(path, node, read_from)
+                yield from self._entry(path, node, read_from)
                 if node.inode.is_dir:
                     hides = read_from is not self._run or node.ends
                     if hides and not is_hidden:
-                        self._mark(path + b"/" + OPAQUE_NAME)
+                        yield self._mark(path + b"/" + OPAQUE_NAME)
                     listing = iter(read_from.listing(node))
                     open_directories.append((path + b"/", read_from, is_hidden or hides, listing))
                     break
             else:
                 open_directories.pop()
-        self._out.write(bytes(END_BYTES))
+        yield bytes(END_BYTES)
 
     def _moved(self, path: bytes) -> tuple[Node, Stack]:
         """A renamed directory with what it shows of the layers below, and the stack to read it from."""
@@ -102,12 +147,12 @@ class _Diff:
         assert node is not None  # it has the same topmost parts there
         return node, self._whole
 
-    def _entry(self, path: bytes, node: Node, stack: Stack) -> None:
+    def _entry(self, path: bytes, node: Node, stack: Stack) -> Iterator[bytes]:
         inode, mode = node.inode, stat.S_IMODE(node.inode.mode)
         first = self._first_names.get((node.level, inode.number))
         if first is not None:
             # With owner and mode, since some who read it set them once more.
-            self._header(path, HARD_LINK, mode, inode.uid, inode.gid, 0, inode.mtime_ns, first, {})
+            yield self._header(path, HARD_LINK, mode, inode.uid, inode.gid, 0, inode.mtime_ns, first, {})
             return
         kind = stat.S_IFMT(inode.mode)
         if kind not in TYPES:
@@ -121,17 +166,16 @@ class _Diff:
         if self._room < 0:
             raise InvalidSpec(f"{_text(path)}: with it the layer has more than {self._bytes_max} bytes")
         name = path + b"/" if inode.is_dir else path
-        self._header(
+        yield self._header(
             name if path else b"./", TYPES[kind], mode, inode.uid, inode.gid, size, inode.mtime_ns, target, xattrs
         )
         if size:
-            for data in stack.stream(node):
-                self._out.write(data)
-            self._pad(size)
+            yield from stack.stream(node)
+            yield _padding(size)
 
-    def _mark(self, path: bytes) -> None:
+    def _mark(self, path: bytes) -> bytes:
         """An empty file whose name says something."""
-        self._header(path, b"0", 0, 0, 0, 0, 0, b"", {})
+        return self._header(path, b"0", 0, 0, 0, 0, 0, b"", {})
 
     def _header(
         self,
@@ -144,7 +188,7 @@ class _Diff:
         mtime_ns: int,
         target: bytes,
         xattrs: dict[bytes, bytes],
-    ) -> None:
+    ) -> bytes:
         """A header, and before it the words of pax for all that the header can't say."""
         words: dict[bytes, bytes] = {}
         for name, value in xattrs.items():
@@ -159,14 +203,13 @@ class _Diff:
                 words[key] = b"%d" % number
         if mtime_ns % 1_000_000_000 or not 0 <= mtime_ns < 8**11 * 1_000_000_000:
             words[b"mtime"] = _decimal(mtime_ns)
-        if words:
-            body = b"".join(_word(key, words[key]) for key in sorted(words))
-            self._out.write(_ustar(b"pax", b"x", 0o644, 0, 0, len(body), 0, b"") + body)
-            self._pad(len(body))
-        self._out.write(_ustar(path, kind, mode, uid, gid, size, mtime_ns // 1_000_000_000, target))
+        body = b"".join(_word(key, words[key]) for key in sorted(words))
+        head = _ustar(b"pax", b"x", 0o644, 0, 0, len(body), 0, b"") + body + _padding(len(body)) if words else b""
+        return head + _ustar(path, kind, mode, uid, gid, size, mtime_ns // 1_000_000_000, target)
 
-    def _pad(self, size: int) -> None:
-        self._out.write(bytes(-size % RECORD_BYTES))
+
+def _padding(size: int) -> bytes:
+    return bytes(-size % RECORD_BYTES)
 
 
 def _ustar(path: bytes, kind: bytes, mode: int, uid: int, gid: int, size: int, mtime_s: int, target: bytes) -> bytes:
