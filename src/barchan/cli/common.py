@@ -1,6 +1,7 @@
 """What every command shares: global options, output, errors on one line, exit codes."""
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,9 @@ class Common:
     def connection(self) -> dict[str, Any]:
         """Arguments of `barchan.connect`."""
         url = self.node_url
-        return {"state_dir": self.local_state_dir} if url is None else {"url": url, "token": self.token}
+        if url is not None:
+            return {"url": url, "token": self.token}
+        return {"state_dir": self.local_state_dir, "store": os.environ.get("BARCHAN_STORE") or None}
 
 
 DEFAULTS = Common()
@@ -191,3 +194,23 @@ def human_age(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{int(seconds // size)}{unit}"
     return f"{int(seconds)}s"
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_BYTES = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def seconds_of(text: str, option: str) -> float:
+    """A duration as people write it: 90s, 15m, 12h, 7d, 2w."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhdw])", text)
+    if match is None:
+        raise InvalidSpec(f"{option} {text}: give a number with s, m, h, d or w, as 7d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def bytes_of(text: str, option: str) -> int:
+    """A size as people write it: 500MiB, 20GiB, or plain bytes."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?((?:[KMGT]iB)?)", text)
+    if match is None:
+        raise InvalidSpec(f"{option} {text}: give a number with KiB, MiB, GiB or TiB, as 20GiB")
+    return int(float(match[1]) * _BYTES[match[2]])

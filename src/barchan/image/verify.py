@@ -1,0 +1,133 @@
+"""Whether what is stored is what was stored: every layer, template and cached chunk against its digest."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import unquote
+
+from msgspec import Struct
+
+from barchan.errors import BlobCorrupt, NotFound
+from barchan.image.compose import config_of
+from barchan.image.index import SUFFIX, layer_file
+from barchan.image.lazy.cache import PRESENT, read_notes
+from barchan.image.local import CACHE
+from barchan.image.store import ImageStore
+from barchan.image.template import Layer, Template, template_digest
+
+Progress = Callable[[str], None]
+
+
+class Damage(Struct, frozen=True, kw_only=True):
+    """Something that is not what its digest says. `images`: those that can't be trusted because of it."""
+
+    what: str
+    cause: str
+    images: tuple[str, ...]
+
+
+class VerifyReport(Struct, frozen=True, kw_only=True):
+    """What was looked at, and what was found. `bytes_read`: of layers and cached chunks."""
+
+    images: int
+    layers: int
+    bytes_read: int
+    damages: tuple[Damage, ...]
+
+
+def verify(store: ImageStore, names: Sequence[str], progress: Progress) -> VerifyReport:
+    """Read everything that these images need (none given: all of the store). It blocks for as long as that takes.
+
+    Of a layer that is a directory only the presence is checked: its digest is that of another form.
+
+    Raises:
+        NotFound: There is no image of one of the names.
+    """
+    damages: list[Damage] = []
+    templates: list[Template] = []
+    for name in dict.fromkeys(names) if names else _every_name(store):
+        try:
+            templates.append(store.resolve(name))
+        except BlobCorrupt as error:
+            damages.append(Damage(what=f"template {name}", cause=str(error), images=(name,)))
+        except NotFound:
+            if names:  # else it has just been removed
+                raise
+    damages += [_template_damage(template) for template in templates if _digest(template) != template.digest]
+    users: dict[Layer, list[str]] = {}
+    for template in templates:
+        for layer in template.layers:
+            users.setdefault(layer, []).append(template.name)
+    bytes_read = 0
+    for number, (layer, images) in enumerate(users.items(), 1):
+        progress(f"layer {number} of {len(users)}, {layer.digest[:12]}")
+        try:
+            bytes_read += _check(store, layer)
+        except (BlobCorrupt, NotFound) as error:
+            still = tuple(name for name in images if _names(store, name, layer))
+            if still:
+                damages.append(Damage(what=f"layer {layer_file(layer)}", cause=str(error), images=still))
+    return VerifyReport(images=len(templates), layers=len(users), bytes_read=bytes_read, damages=tuple(damages))
+
+
+def _every_name(store: ImageStore) -> list[str]:
+    return sorted(unquote(path.name.removesuffix(SUFFIX)) for path in (store.root / "templates").glob(f"*{SUFFIX}"))
+
+
+def _digest(template: Template) -> str:
+    return template_digest(config_of(template), template.layers)
+
+
+def _template_damage(template: Template) -> Damage:
+    cause = f"its digest is {_digest(template)}, not {template.digest} (try: build it again with --force)"
+    return Damage(what=f"template {template.name}", cause=cause, images=(template.name,))
+
+
+def _names(store: ImageStore, name: str, layer: Layer) -> bool:
+    """Whether an image still needs a layer: it may have been removed while everything was read."""
+    with suppress(NotFound):
+        return layer in store.resolve(name).layers
+    return False
+
+
+def _check(store: ImageStore, layer: Layer) -> int:
+    """Bytes that were read and are right. Raises `BlobCorrupt` or `NotFound`."""
+    from barchan.image.erofs import verify_layer
+
+    path = store.layer_path(layer)
+    try:
+        if layer.kind == "dir":
+            os.stat(path)
+            return 0
+        if layer.kind == "lazy":
+            return _check_cached(path, store.root.parent / CACHE, layer.digest)
+        verify_layer(path, layer.digest)
+        return path.stat().st_size
+    except FileNotFoundError:
+        remedy = "(try: build or pull its images again with --force, or remove them)"
+        raise NotFound(f"{path.name} is missing {remedy}") from None
+
+
+def _check_cached(path: Path, cache: Path, digest: str) -> int:
+    """The index of a lazily kept layer, and those of its chunks that the reader would give without asking the store."""
+    from barchan.image.stored import read_lazy  # which not every store needs
+
+    index = read_lazy(path).index
+    notes = read_notes(cache, digest, index.count)
+    if not notes:
+        return 0
+    bytes_read = 0
+    with (cache / f"{digest}.data").open("rb") as data:
+        for chunk in (chunk for chunk in range(index.count) if notes[chunk] == PRESENT):
+            raw = os.pread(data.fileno(), index.size(chunk), chunk * index.chunk_bytes)
+            if hashlib.sha256(raw).digest() != index.sha256(chunk):
+                now = read_notes(cache, digest, index.count)
+                if now and now[chunk] == PRESENT:  # else it was evicted meanwhile
+                    raise BlobCorrupt(
+                        f"chunk {chunk} of {digest} is damaged in the cache "
+                        f"(try: end its sandboxes, remove {cache}/{digest}.*)"
+                    )
+            bytes_read += len(raw)
+    return bytes_read
