@@ -12,10 +12,11 @@ import msgspec
 
 from barchan.cli.common import DEFAULTS, OK, PLATFORM, Common, print_json
 from barchan.errors import BackendError, from_wire
+from barchan.sdk.endpoint import store_url
 from barchan.wire.api import ErrorBody
 
 
-def up(*, listen: str = "127.0.0.1:7070", common: Common = DEFAULTS) -> int:
+def up(*, listen: str = "127.0.0.1:7070", store: str | None = None, common: Common = DEFAULTS) -> int:
     """Run a node in the foreground, reachable over HTTP with a bearer token.
 
     Ends on SIGINT or SIGTERM. The token is made on first use, in a file that
@@ -28,12 +29,16 @@ def up(*, listen: str = "127.0.0.1:7070", common: Common = DEFAULTS) -> int:
 
     Args:
         listen: HOST:PORT to serve on.
+        store: Blob store of images that are not here: a directory, s3://BUCKET/PREFIX, gs://, az://, https://HOST/PATH
+            (environment: BARCHAN_STORE).
     """
     state_dir = common.local_state_dir
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     token_file = common.token_file.absolute() if common.token_file else state_dir / "token"
     node = [sys.executable, "-m", "barchan.node", "--state-dir", str(state_dir), "--idle-exit-s", "0"]
     node += ["--listen", listen, "--token-file", str(token_file)]
+    if store := store or os.environ.get("BARCHAN_STORE"):
+        node += ["--store", store_url(store)]
     ready, ready_end = os.pipe()
     with subprocess.Popen([*node, "--ready-fd", str(ready_end)], pass_fds=(ready_end,)) as process:
         os.close(ready_end)

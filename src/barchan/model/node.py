@@ -11,7 +11,7 @@ GRACE_S_MAX = 86_400.0
 
 
 class NodeInfo(Struct, frozen=True, kw_only=True):
-    """A node's identity and load."""
+    """A node's identity and load. `store`: the URL of the blob store it has images from; empty: none."""
 
     node_id: str
     version: str
@@ -27,6 +27,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     create_failures_total: int
     memory_available_mib: int
     backends: tuple[str, ...]
+    store: str = ""
 
 
 class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

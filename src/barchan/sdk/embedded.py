@@ -25,8 +25,11 @@ _LOG_TAIL_BYTES = 800
 _DETACH = '"$@" &'
 
 
-def ensure_node(state_dir: str) -> None:
+def ensure_node(state_dir: str, store: str | None = None) -> None:
     """Return when a node listens in `state_dir`; of many callers one starts it and the others wait.
+
+    Args:
+        store: Blob store of a node that this starts; one that runs keeps its own.
 
     Raises:
         Denied, InvalidSpec: The state directory can't be used.
@@ -34,18 +37,19 @@ def ensure_node(state_dir: str) -> None:
         BackendError, RequirementMissing: What the node said when it refused to start.
     """
     try:
-        if _listens(state_dir):
+        if listens(state_dir):
             return
         Path(state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         with _start_lock(state_dir):
-            _start_unless_listening(state_dir)
+            _start_unless_listening(state_dir, store)
     except PermissionError as error:
         raise Denied(f"no access to the state directory {state_dir}: {error.strerror}") from error
     except OSError as error:
         raise InvalidSpec(f"{state_dir} can't be a state directory: {error.strerror or error}") from error
 
 
-def _listens(state_dir: str) -> bool:
+def listens(state_dir: str) -> bool:
+    """Whether a node runs in that state directory. Raises `Denied` if it can't be asked."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -79,25 +83,26 @@ def _start_lock(state_dir: str) -> Iterator[None]:
         os.close(lock)
 
 
-def _start_unless_listening(state_dir: str) -> None:
+def _start_unless_listening(state_dir: str, store: str | None) -> None:
     """A node that is ending no longer listens but still holds the directory: the next one has to wait for that."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not _listens(state_dir):
+    while not listens(state_dir):
         try:
-            _start(state_dir)
+            _start(state_dir, store)
         except Conflict:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_CONFLICT_POLL_S)
 
 
-def _start(state_dir: str) -> None:
+def _start(state_dir: str, store: str | None) -> None:
     log = os.open(os.path.join(state_dir, "node.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     log_start = os.fstat(log).st_size
     ready, ready_end = os.pipe2(os.O_CLOEXEC)
     try:
         try:
             node = [sys.executable, "-m", "barchan.node", "--state-dir", state_dir, "--ready-fd", str(ready_end)]
+            node += ["--store", store] if store is not None else []
             subprocess.run(
                 ["/bin/sh", "-c", _DETACH, "sh", *node],
                 stdin=subprocess.DEVNULL,

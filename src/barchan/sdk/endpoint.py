@@ -16,10 +16,14 @@ _tokens: dict[str, str] = {}
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """A node's address: `url`, or the embedded node that owns `state_dir`. Holds no secret, so it may be pickled."""
+    """A node's address: `url`, or the embedded node that owns `state_dir`. Holds no secret, so it may be pickled.
+
+    `store`: URL of the blob store that the embedded node has images from; None: whichever it has.
+    """
 
     url: str | None = None
     state_dir: str | None = None
+    store: str | None = None
 
     @property
     def unix_path(self) -> str | None:
@@ -42,14 +46,19 @@ def default_state_dir() -> Path:
     return SYSTEM_STATE_DIR if os.geteuid() == 0 else Path.home() / ".local/share/barchan"
 
 
-def endpoint_of(url: str | None, state_dir: str | os.PathLike[str] | None) -> Endpoint:
+def endpoint_of(
+    url: str | None, state_dir: str | os.PathLike[str] | None, store: str | os.PathLike[str] | None = None
+) -> Endpoint:
     """Check and normalise what `connect()` was given.
 
     Raises:
-        InvalidSpec: Both were given, or the address can't be one of a node.
+        InvalidSpec: What was given does not go together, or the address can't be one of a node.
     """
     if url is None:
-        endpoint = Endpoint(state_dir=os.path.abspath(state_dir if state_dir is not None else default_state_dir()))
+        directory = os.path.abspath(state_dir if state_dir is not None else default_state_dir())
+        endpoint = Endpoint(state_dir=directory, store=store_url(store) if store is not None else None)
+    elif store is not None:
+        raise InvalidSpec("give a url or a store, not both: a node with a url has its own store")
     elif state_dir is not None:
         raise InvalidSpec("give a url or a state_dir, not both")
     else:
@@ -59,6 +68,12 @@ def endpoint_of(url: str | None, state_dir: str | os.PathLike[str] | None) -> En
     if path is not None and len(os.fsencode(path)) > _UNIX_PATH_BYTES_MAX:
         raise InvalidSpec(f"{path} is too long for a unix socket: at most {_UNIX_PATH_BYTES_MAX} bytes")
     return endpoint
+
+
+def store_url(store: str | os.PathLike[str]) -> str:
+    """A store's address as a node is given it, whose working directory is another: paths become whole URLs."""
+    text = os.fspath(store)
+    return text.rstrip("/") if "://" in text else Path(os.path.abspath(text)).as_uri()
 
 
 def _check_url(url: str) -> None:

@@ -151,7 +151,7 @@ class Transport:
                         is_unsent = error.details.get("sent") == 0
                         if is_unsent and not joined and self.endpoint.state_dir is not None:
                             joined = True
-                            await asyncio.to_thread(embedded.ensure_node, self.endpoint.state_dir)
+                            await asyncio.to_thread(embedded.ensure_node, self.endpoint.state_dir, self.endpoint.store)
                             continue
                         if not (resend or is_unsent) or now + delay_s > give_up_at:
                             raise
