@@ -1,4 +1,4 @@
-"""`barchan image build` and `import`."""
+"""`barchan image build`."""
 
 import asyncio
 import sys
@@ -10,9 +10,10 @@ from cyclopts import App, Parameter
 
 from barchan.cli.common import DEFAULTS, OK, Common, human_bytes, key_values, print_json
 from barchan.cli.progress import progress
-from barchan.errors import InvalidSpec
+from barchan.errors import InvalidSpec, NotFound
 from barchan.image.store import ImageStore, image_info
-from barchan.image.template import GUEST_PATH, LayerKind, Template, TemplateConfig
+from barchan.image.template import LayerKind, Template, TemplateConfig
+from barchan.sdk.dockerfile import BaseConfig
 from barchan.sdk.recipe import Recipe
 
 build_app = App(name="build", help_format="plaintext")
@@ -100,28 +101,42 @@ def dockerfile(
     if allow and network is not None:
         raise InvalidSpec("give --network or --allow, not both")
     TemplateConfig(name=name).check()
+    store = own_store(common)
     recipe = load_dockerfile(
         path / "Dockerfile" if path.is_dir() else path,
         args=key_values(arg, "--arg"),
         bases=key_values(base, "--base"),
+        base_config=lambda name: _base_config(store, name),
         network="allow" if allow else network or "open",
         allow_hosts=allow,
     )
     with progress(f"building {name}") as say:
         built = asyncio.run(_build(recipe, common.connection, say))
-    store = own_store(common)
     prepared = store.resolve(built)
     config = TemplateConfig(
         name=name,
         user=prepared.user,
         workdir=prepared.workdir,
         env=prepared.env,
-        entrypoint=prepared.entrypoint,
-        cmd=prepared.cmd,
+        entrypoint=recipe.entrypoint or (),
+        cmd=recipe.cmd or (),
         base_layers=prepared.base_layers,
         source=f"dockerfile:{path.absolute()}",
     )
     return made(store.commit(config, prepared.layers), common)
+
+
+def _base_config(store: ImageStore, name: str) -> BaseConfig | None:
+    """What a Dockerfile goes on from. The user and folder of an image of `image build debian` are for agents: to a
+    Dockerfile it is what Docker's own is.
+    """
+    try:
+        template = store.resolve(name)
+    except NotFound:
+        return None  # which the build says, with what there is
+    if template.source.startswith("debian:"):
+        return BaseConfig(env=template.env)
+    return BaseConfig(template.user, template.workdir, template.env, template.entrypoint, template.cmd)
 
 
 async def _build(recipe: Recipe, connection: Mapping[str, Any], say: Callable[[str], None]) -> str:
@@ -130,51 +145,6 @@ async def _build(recipe: Recipe, connection: Mapping[str, Any], say: Callable[[s
 
     async with barchan.connect_async(**connection) as client:
         return await build(client, recipe, progress=say)
-
-
-def import_(
-    source: str,
-    /,
-    *,
-    name: str,
-    user: str | None = None,
-    workdir: str = "/",
-    env: Words = (),
-    common: Common = DEFAULTS,
-) -> int:
-    """Make an image of a directory that holds a whole root file system.
-
-    File times and extended attributes are not kept.
-
-    For example:
-
-        barchan image import dir:./rootfs --name mine
-        barchan image import dir:/srv/rootfs --name mine --user agent
-
-    Args:
-        source: dir:PATH.
-        name: Name of the image; an older image of that name is replaced.
-        user: Default user of commands; without it `agent` where the image has such a user, else the guest's root.
-        workdir: Where commands start.
-        env: KEY=VALUE; may be repeated.
-    """
-    from barchan.image.directory import default_user, import_directory
-
-    kind, separator, path = source.partition(":")
-    if kind != "dir" or not separator or not path:
-        raise InvalidSpec(f"{source!r} is not dir:PATH (try: barchan image import dir:{source} --name {name})")
-    tree = Path(path).absolute()
-    config = TemplateConfig(
-        name=name,
-        user=user or default_user(tree, "agent"),
-        workdir=workdir,
-        env={"PATH": GUEST_PATH, **key_values(env, "--env")},
-        source=f"dir:{tree}",
-    )
-    store = own_store(common)
-    with progress(f"importing {name}") as say:
-        template = import_directory(store, tree, config, layer_kind(), say)
-    return made(template, common)
 
 
 def layer_kind() -> LayerKind:

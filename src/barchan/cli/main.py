@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _full_name(tokens: Sequence[str]) -> str:
-    """The command as it was called, with its subcommand if it has some: `image import`."""
+    """The command as it was called, with its subcommand if it has some: `image pull`."""
     has_subcommands = COMMANDS.get(tokens[0], ("", ""))[0].endswith(":app") if tokens else False
     return " ".join(word for word in tokens[: 1 + has_subcommands] if not word.startswith("-"))
 

@@ -114,5 +114,5 @@ def test_hints_fit_what_went_wrong() -> None:
     assert hint_of(NotFound("no sandbox", sandbox_id="sb_x"), "exec") == "barchan ps"
     assert hint_of(NotFound("no image", template="x"), "run") == "barchan image list"
     assert hint_of(NotFound("stat /x: No such file", errno=2), "cp") == "another path"
-    assert hint_of(InvalidSpec("x"), "image import") == "barchan image import --help"
+    assert hint_of(InvalidSpec("x"), "image pull") == "barchan image pull --help"
     assert hint_of(InvalidSpec("x"), "") == "barchan --help"

