@@ -7,6 +7,7 @@ import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,17 +15,28 @@ from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
 from barchan.model.sandbox import Network
+from barchan.sdk.dockerignore import Ignored, read_ignored
 from barchan.sdk.dockerwords import expand, split_words
-from barchan.sdk.recipe import Put, Recipe, Run
+from barchan.sdk.recipe import Put, Recipe, Run, Step, Take
 
-# What Docker, and every image of ours, starts with: the only variable of a base that is known before it is built.
+# What Docker, and every image of ours, starts with: the variable of a base of which nothing is known.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SHELL = ("/bin/sh", "-c")
-NO_EFFECT = ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL")  # they say how a container is started, and nothing starts one here
+NO_EFFECT = ("EXPOSE", "LABEL")  # notes for who runs a container
 _ARCHIVE = re.compile(r"\.(tar|tgz|tbz2?|txz|tar\.\w+)$", re.IGNORECASE)
 _HEREDOC = re.compile(r"(?:^|\s)\d*<<-?[\"']?[A-Za-z_]")
 _FLAG = re.compile(r"--([a-z]+)(?:=(\S*))?(?:\s+|$)")
 _DIRECTIVE = re.compile(r"#\s*(\w+)\s*=\s*(\S+)")
+
+
+class BaseConfig(NamedTuple):
+    """What the image that FROM names starts with, as far as its Dockerfile goes on from there."""
+
+    user: str = "root"
+    workdir: str = "/"
+    env: Mapping[str, str] = {"PATH": PATH}
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
 
 
 class Line(NamedTuple):
@@ -41,16 +53,18 @@ def load_dockerfile(
     context: Path | None = None,
     args: Mapping[str, str] = {},
     bases: Mapping[str, str] = {},
+    base_config: Callable[[str], BaseConfig | None] = lambda name: None,
     network: Network = "open",
     allow_hosts: tuple[str, ...] = (),
     timeout_s: float = 1800.0,
 ) -> Recipe:
-    """The recipe of a Dockerfile on this machine.
+    """The recipe of a Dockerfile on this machine: of its last stage, which has those that it needs in it.
 
     Args:
         context: Where COPY and ADD find their sources; by default the Dockerfile's folder.
         args: For its ARG instructions.
         bases: Names of the node's images by what FROM says, where that is another name.
+        base_config: What an image of the node starts with, by its name; None where it is not known: root in `/`.
         network, allow_hosts: What its RUN steps may reach: a Docker build has a network.
         timeout_s: Of one step.
 
@@ -61,7 +75,9 @@ def load_dockerfile(
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidSpec(f"the Dockerfile {path} can't be read: {error}") from error
-    reader = _Reader(context or path.parent, args, bases, network, allow_hosts, timeout_s)
+    context = (context or path.parent).resolve()
+    ignored = read_ignored(context, path)
+    reader = _Reader(context, ignored, args, bases, base_config, network, allow_hosts, timeout_s)
     try:
         for line in lines_of(text):
             reader.take(line)
@@ -107,184 +123,268 @@ def _line(number: int, text: str) -> Line:
     return Line(number, name.upper(), (more + tab + rest).strip())
 
 
+@dataclass
+class _Stage:
+    """What the lines from one FROM to the next have come to. `known`: variables of the base and its own."""
+
+    base: str | Recipe
+    user: str
+    workdir: str
+    known: dict[str, str]
+    entrypoint: tuple[str, ...]
+    cmd: tuple[str, ...]
+    shell: tuple[str, ...] = SHELL
+    env: dict[str, str] = field(default_factory=dict)
+    args: dict[str, str] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    has_run: bool = False
+    has_cmd: bool = False
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {**self.known, **self.args, **self.env}
+
+    def recipe(self) -> Recipe:
+        """What was taken, as a recipe. Folders are made with the network that the commands have, so that one sandbox
+        does for all; without a command there is no need of any.
+        """
+        steps = [
+            replace(step, network="none", allow_hosts=()) if isinstance(step, Run) and not self.has_run else step
+            for step in self.steps
+        ]
+        return Recipe(
+            base=self.base,
+            steps=tuple(steps),
+            env=dict(self.env),
+            user=self.user,
+            workdir=self.workdir,
+            entrypoint=self.entrypoint,
+            cmd=self.cmd,
+        )
+
+
 class _Reader:
     """Takes the instructions in order, and knows what a step's surroundings are at each point."""
 
     def __init__(
         self,
         context: Path,
+        ignored: Ignored,
         args: Mapping[str, str],
         bases: Mapping[str, str],
+        base_config: Callable[[str], BaseConfig | None],
         network: Network,
         allow_hosts: tuple[str, ...],
         timeout_s: float,
     ) -> None:
-        self._context = context.resolve()
+        self._context = context
+        self._ignored = ignored
         self._given = args
         self._bases = bases
+        self._base_config = base_config
         self._network: Network = network
         self._allow_hosts = allow_hosts
         self._timeout_s = timeout_s
-        self._args: dict[str, str] = {}
         self._declared: set[str] = set()
-        self._env: dict[str, str] = {}
-        self._base = ""
-        self._user = "root"
-        self._workdir = "/"
-        self._shell: tuple[str, ...] = SHELL
-        self._steps: list[Run | Put] = []
-        self._has_run = False
-        self._takers: dict[str, Callable[[Line], None]] = {
-            "FROM": self._from,
+        self._before_from: dict[str, str] = {}
+        self._stages: dict[str, _Stage] = {}  # by name and by number
+        self._count = 0
+        self._now: _Stage | None = None
+        self._takers: dict[str, Callable[[Line, _Stage], None]] = {
             "RUN": self._run,
             "COPY": self._copy,
             "ADD": self._copy,
             "ENV": self._set_env,
-            "ARG": self._arg,
             "WORKDIR": self._set_workdir,
             "USER": self._set_user,
             "SHELL": self._set_shell,
+            "ENTRYPOINT": self._set_entrypoint,
+            "CMD": self._set_cmd,
         }
 
     def take(self, line: Line) -> None:
         taker = self._takers.get(line.name)
-        if not self._base and line.name not in ("FROM", "ARG"):
-            raise _At(line, "comes before FROM")
-        if taker is None:
-            if line.name not in NO_EFFECT:
-                raise _At(line, "is not supported")
-            return
         try:
-            taker(line)
-        except _At:
-            raise
+            if line.name == "FROM":
+                self._from(line)
+            elif line.name == "ARG":
+                self._arg(line)
+            elif self._now is None:
+                raise ValueError("comes before FROM")
+            elif taker is not None:
+                taker(line, self._now)
+            elif line.name not in NO_EFFECT:
+                raise ValueError("is not supported")
         except ValueError as error:
-            raise _At(line, error) from error
+            raise error if isinstance(error, _At) else _At(line, error) from error
 
     def recipe(self) -> Recipe:
-        """What was taken, as a recipe. Folders are made with the network that the commands have, so that one sandbox
-        does for all; without a command there is no need of any.
-        """
-        if not self._base:
+        """Of the last stage."""
+        if self._now is None:
             raise _At(Line(1, "FROM", ""), "is missing")
         if unknown := sorted(set(self._given) - self._declared):
             raise _At(Line(1, "ARG", ""), f"nothing declares the argument {unknown[0]}")
-        steps = [
-            step if self._has_run or isinstance(step, Put) else replace(step, network="none", allow_hosts=())
-            for step in self._steps
-        ]
-        return Recipe(base=self._base, steps=tuple(steps), env=self._env, user=self._user, workdir=self._workdir)
-
-    @property
-    def _variables(self) -> dict[str, str]:
-        return {"PATH": PATH, **self._args, **self._env}
+        return self._now.recipe()
 
     # one instruction each
 
     def _from(self, line: Line) -> None:
-        if self._base:
-            raise ValueError("a second stage is not supported")
         _, rest = _flags(line, "platform")
-        words = split_words(rest, self._args)
+        words = split_words(rest, self._before_from)
         if len(words) != 1 and not (len(words) == 3 and words[1].lower() == "as"):
             raise ValueError("give IMAGE, or IMAGE AS NAME")
         if words[0] == "scratch":
             raise ValueError("an empty base is not supported")
         if not words[0]:
             raise ValueError(f"{rest!r} names no image: give the build argument")
-        self._base = self._bases.get(words[0], words[0])
-        self._args = {}  # those from before FROM are for FROM alone, until they are declared again
+        before = self._stages.get(words[0].lower())
+        if before is not None:
+            stage = _Stage(
+                base=before.recipe(),
+                user=before.user,
+                workdir=before.workdir,
+                known={**before.known, **before.env},
+                entrypoint=before.entrypoint,
+                cmd=before.cmd,
+                shell=before.shell,
+            )
+        else:
+            name = self._bases.get(words[0], words[0])
+            base = self._base_config(name) or BaseConfig()
+            stage = _Stage(
+                base=name,
+                user=base.user,
+                workdir=base.workdir,
+                known=dict(base.env),
+                entrypoint=base.entrypoint,
+                cmd=base.cmd,
+            )
+        if len(words) == 3:
+            if words[2].lower() in self._stages:
+                raise ValueError(f"there is a stage {words[2]} already")
+            self._stages[words[2].lower()] = stage
+        self._stages[str(self._count)] = stage
+        self._count += 1
+        self._now = stage
 
-    def _run(self, line: Line) -> None:
+    def _run(self, line: Line, stage: _Stage) -> None:
         _, rest = _flags(line)
         _refuse_heredoc(rest)
         if not rest:
             raise ValueError("give a command")
         argv = _json_words(rest)
-        self._has_run = True
-        self._steps.append(
+        stage.has_run = True
+        stage.steps.append(
             Run(
-                command=argv if argv is not None else (*self._shell, rest),
-                user=self._user,
-                cwd=self._workdir,
-                env={**self._args, **self._env},
+                command=argv or (*stage.shell, rest),
+                user=stage.user,
+                cwd=stage.workdir,
+                env={**stage.args, **stage.env},
                 network=self._network,
                 allow_hosts=self._allow_hosts,
                 timeout_s=self._timeout_s,
             )
         )
 
-    def _copy(self, line: Line) -> None:
-        flags, rest = _flags(line, "chown", "chmod", "link")
+    def _copy(self, line: Line, stage: _Stage) -> None:
+        flags, rest = _flags(line, "chown", "chmod", "link", *(("from",) if line.name == "COPY" else ()))
         _refuse_heredoc(rest)
         given = _json_words(rest)
-        words = [expand(word, self._variables) for word in given] if given else split_words(rest, self._variables)
+        words = [expand(word, stage.variables) for word in given] if given else split_words(rest, stage.variables)
         if len(words) < 2:
             raise ValueError("give SOURCE... TARGET")
         *patterns, target = words
-        sources = [source for pattern in patterns for source in self._sources(line, pattern)]
         into = target.endswith(("/", "/.")) or target == "."
+        path = posixpath.normpath(posixpath.join(stage.workdir, target))
+        mode = _mode(expand(flags["chmod"], stage.variables)) if "chmod" in flags else None
+        user = expand(flags.get("chown") or "root", stage.variables)
+        if "from" in flags:
+            if len(patterns) > 1 and not into:
+                raise ValueError("several sources need a folder to go to: let the target end with a slash")
+            image = self._image(flags["from"])
+            folder = f"{path.rstrip('/')}/" if into else path
+            stage.steps += [
+                Take(image=image, source=_absolute(pattern), path=folder, mode=mode, user=user) for pattern in patterns
+            ]
+            return
+        sources = [source for pattern in patterns for source in self._sources(line, pattern)]
         if len(sources) > 1 and not into:
             raise ValueError(f"{len(sources)} sources need a folder to go to: let the target end with a slash")
-        path = posixpath.normpath(posixpath.join(self._workdir, target))
-        mode = flags.get("chmod")
         for source in sources:
             is_file = not source.is_dir()
             if is_file and line.name == "ADD" and _ARCHIVE.search(source.name):
                 raise ValueError(f"{source.name}: unpacking archives is not supported; use COPY and RUN tar")
+            left = () if is_file else tuple(self._ignored.below(self._context, self._relative(source)))
             put = Put(
                 path=posixpath.join(path, source.name) if is_file and into else path,
                 source=str(source),
-                mode=None if mode is None else _mode(expand(mode, self._variables)),
-                user=expand(flags.get("chown") or "root", self._variables),
+                mode=mode,
+                user=user,
+                without=left,
             )
-            self._steps.append(put)
+            stage.steps.append(put)
+
+    def _image(self, name: str) -> str | Recipe:
+        """What COPY --from names: an earlier stage, or an image."""
+        stage = self._stages.get(name.lower())
+        if stage is self._now:
+            raise ValueError(f"--from={name}: that is this stage itself")
+        return stage.recipe() if stage is not None else self._bases.get(name, name)
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self._context).as_posix()
 
     def _sources(self, line: Line, pattern: str) -> list[Path]:
         """The files and folders of the context that a source names, which may hold `*`, `?` and `[...]`."""
         if re.match(r"[a-z]+://|git@", pattern):
             raise ValueError(f"{pattern}: only files of the context are supported")
-        relative = posixpath.normpath("/" + pattern).lstrip("/")
+        relative = _absolute(pattern).lstrip("/")
         if not re.search(r"[*?\[]", relative):
             found = [self._context / relative]
         else:
             found = sorted(self._context.glob(relative))
+        found = [path for path in found if path == self._context or self._relative(path) not in self._ignored]
         for path in found:
             if not path.resolve().is_relative_to(self._context):
                 raise ValueError(f"{pattern} leads out of the context {self._context}")
         if not found or not all(path.exists() for path in found):
-            raise ValueError(f"{pattern}: there is no such file in the context {self._context}")
+            raise ValueError(f"{pattern}: there is no such file in the context {self._context}, or it is ignored")
         return found
 
-    def _set_env(self, line: Line) -> None:
+    def _set_env(self, line: Line, stage: _Stage) -> None:
         first = line.rest.split(None, 1)
         if first and "=" not in first[0]:
             if len(first) != 2:
                 raise ValueError("give NAME=VALUE")
-            self._env[expand(first[0], self._variables)] = expand(first[1], self._variables)
+            stage.env[expand(first[0], stage.variables)] = expand(first[1], stage.variables)
             return
-        pairs = [word.partition("=") for word in split_words(line.rest, self._variables)]
+        pairs = [word.partition("=") for word in split_words(line.rest, stage.variables)]
         if not pairs or not all(name and equals for name, equals, _ in pairs):
             raise ValueError("give NAME=VALUE")
-        self._env.update((name, value) for name, _, value in pairs)
+        stage.env.update((name, value) for name, _, value in pairs)
 
     def _arg(self, line: Line) -> None:
-        for word in split_words(line.rest, self._variables):
+        """Those from before FROM are for FROM alone, until a stage declares them again."""
+        args = self._now.args if self._now is not None else self._before_from
+        variables = self._now.variables if self._now is not None else self._before_from
+        for word in split_words(line.rest, variables):
             name, equals, default = word.partition("=")
             self._declared.add(name)
             if name in self._given:
-                self._args[name] = self._given[name]
+                args[name] = self._given[name]
             elif equals:
-                self._args[name] = default
+                args[name] = default
+            elif name in self._before_from:
+                args[name] = self._before_from[name]
 
-    def _set_workdir(self, line: Line) -> None:
-        path = expand(line.rest, self._variables)
+    def _set_workdir(self, line: Line, stage: _Stage) -> None:
+        path = expand(line.rest, stage.variables)
         if not path:
             raise ValueError("give a path")
-        self._workdir = posixpath.normpath(posixpath.join(self._workdir, path))
-        self._steps.append(
+        stage.workdir = posixpath.normpath(posixpath.join(stage.workdir, path))
+        stage.steps.append(
             Run(
-                command=("mkdir", "-p", self._workdir),
+                command=("mkdir", "-p", stage.workdir),
                 cwd="/",
                 network=self._network,
                 allow_hosts=self._allow_hosts,
@@ -292,16 +392,37 @@ class _Reader:
             )
         )
 
-    def _set_user(self, line: Line) -> None:
-        self._user = expand(line.rest, self._variables)
-        if not self._user:
+    def _set_user(self, line: Line, stage: _Stage) -> None:
+        stage.user = expand(line.rest, stage.variables)
+        if not stage.user:
             raise ValueError("give a user")
 
-    def _set_shell(self, line: Line) -> None:
+    def _set_shell(self, line: Line, stage: _Stage) -> None:
         argv = _json_words(line.rest)
         if not argv:
             raise ValueError('give a list: ["/bin/bash", "-c"]')
-        self._shell = argv
+        stage.shell = argv
+
+    def _set_entrypoint(self, line: Line, stage: _Stage) -> None:
+        """The base's CMD was for the base's own."""
+        stage.entrypoint = _started(line, stage)
+        if not stage.has_cmd:
+            stage.cmd = ()
+
+    def _set_cmd(self, line: Line, stage: _Stage) -> None:
+        stage.cmd, stage.has_cmd = _started(line, stage), True
+
+
+def _absolute(pattern: str) -> str:
+    """A source's path from the top of where it is looked for."""
+    return "/" + posixpath.normpath(f"/{pattern}").lstrip("/")
+
+
+def _started(line: Line, stage: _Stage) -> tuple[str, ...]:
+    argv = _json_words(line.rest)
+    if argv is not None:
+        return argv
+    return (*stage.shell, line.rest) if line.rest else ()
 
 
 def _flags(line: Line, *known: str) -> tuple[dict[str, str], str]:
@@ -323,7 +444,7 @@ def _json_words(rest: str) -> tuple[str, ...] | None:
         words = json.loads(rest)
     except ValueError:
         return None
-    return tuple(words) if words and all(isinstance(word, str) for word in words) else None
+    return tuple(words) if all(isinstance(word, str) for word in words) else None
 
 
 def _refuse_heredoc(rest: str) -> None:

@@ -36,23 +36,26 @@ def put_digest(put: Put) -> str:
         digest.update(put.data or b"")
         return digest.hexdigest()
     try:
-        for line in _described(Path(put.source)):
+        for line in _described(Path(put.source), put.without):
             digest.update(line)
     except OSError as error:
         raise InvalidSpec(f"can't read {error.filename or put.source}: {error.strerror or error}") from error
     return digest.hexdigest()
 
 
-def _described(source: Path) -> Iterator[bytes]:
+def _described(source: Path, without: tuple[str, ...]) -> Iterator[bytes]:
     if not source.is_dir():
         yield _entry(b".", source.stat())
         yield _content(source)
         return
+    left = set(without)
     for top, folders, names in os.walk(source):
-        folders.sort()
+        folders[:] = sorted(name for name in folders if Path(top, name).relative_to(source).as_posix() not in left)
         for name in sorted([*folders, *names]):
             path = Path(top, name)
             relative = path.relative_to(source).as_posix()
+            if relative in left:
+                continue
             found = path.lstat()
             yield _entry(os.fsencode(relative), found)
             if stat.S_ISLNK(found.st_mode):
@@ -149,7 +152,7 @@ async def _as_root(sandbox: AsyncSandbox, *argv: str) -> None:
 
 
 def _local(put: Put, copy: Path) -> _Local:
-    """Where the source is. A folder whose entries get another mode is copied first."""
+    """Where the source is. A folder that is not sent as it is, is copied first."""
     if put.source is None:
         return _Local(None, False, 0o644 if put.mode is None else put.mode, put.data or b"")
     source = Path(put.source)
@@ -157,13 +160,19 @@ def _local(put: Put, copy: Path) -> _Local:
         found = source.stat()
         if not stat.S_ISDIR(found.st_mode):
             return _Local(source, False, stat.S_IMODE(found.st_mode) if put.mode is None else put.mode)
+        if put.mode is not None or put.without:
+            left = {str(source / name) for name in put.without}
+
+            def ignored(top: str, names: list[str]) -> list[str]:
+                return [name for name in names if os.path.join(top, name) in left]
+
+            shutil.copytree(source, copy, symlinks=True, ignore=ignored)
+            source = copy
         if put.mode is not None:
-            shutil.copytree(source, copy, symlinks=True)
             for top, folders, names in os.walk(copy):
                 for name in (*folders, *names):
                     if not os.path.islink(entry := os.path.join(top, name)):
                         os.chmod(entry, put.mode)
-            source = copy
     except (OSError, shutil.Error) as error:
         raise InvalidSpec(f"can't read {put.source}: {error}") from error
     return _Local(source, True, 0o755)

@@ -32,6 +32,7 @@ class Put(Struct, frozen=True, kw_only=True, tag="put", forbid_unknown_fields=Tr
         path: Where it lies in the guest. A folder's content goes below it.
         mode: Permission bits; None: as the source's, or 0644.
         user: The owner.
+        without: Paths below a folder that stay behind, with all that is in them.
     """
 
     path: str
@@ -39,6 +40,7 @@ class Put(Struct, frozen=True, kw_only=True, tag="put", forbid_unknown_fields=Tr
     data: bytes | None = None
     mode: int | None = None
     user: str = "root"
+    without: tuple[str, ...] = ()
 
 
 class Take(Struct, frozen=True, kw_only=True, tag="take", forbid_unknown_fields=True):

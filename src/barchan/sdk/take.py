@@ -1,6 +1,7 @@
 """Files out of one sandbox into another, by way of the client."""
 
 import posixpath
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ NAMES_BYTES_MAX = 128 << 10  # of one tar command
 TIMEOUT_S = 1800.0
 TAIL_BYTES = 400
 _SPOOL_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
 _PATTERN = "*?["
 
 
@@ -97,13 +99,22 @@ async def _tar(source: AsyncSandbox, path: str, names: list[str], target: AsyncS
         timeout_s=TIMEOUT_S,
     )
     reader = await target.start(["tar", "-C", where, "-xopf", "-"], user="root", cwd="/", timeout_s=TIMEOUT_S)
-    said = b""
+    said, waiting = b"", bytearray()
+
+    async def pass_on(data: bytes, *, eof: bool = False) -> None:
+        """A reader that is done, or has failed, takes no more; its exit code says which."""
+        with suppress(InvalidSpec):
+            await reader.write_stdin(data, eof=eof)
+
     async for stream, _, data in writer.output():
-        if stream == "stdout":
-            await reader.write_stdin(data)
-        else:
+        if stream == "stderr":
             said = (said + data)[-TAIL_BYTES:]
-    await reader.close_stdin()
+            continue
+        waiting += data
+        if len(waiting) >= _PIECE_BYTES:
+            await pass_on(bytes(waiting))
+            waiting.clear()
+    await pass_on(bytes(waiting), eof=True)
     read, written = await writer.wait(None), await reader.wait(None)
     async for _, _, data in reader.output(follow=False):
         said = (said + data)[-TAIL_BYTES:]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from barchan.errors import InvalidSpec
-from barchan.sdk.dockerfile import PATH, load_dockerfile
+from barchan.sdk.dockerfile import PATH, BaseConfig, load_dockerfile
 from barchan.sdk.dockerwords import expand, split_words
-from barchan.sdk.recipe import Put, Recipe, Run
+from barchan.sdk.recipe import Put, Recipe, Run, Take
 
 Load = Callable[..., Recipe]
 
@@ -97,10 +97,66 @@ def test_what_a_run_sees(load: Load) -> None:
     assert (recipe.base, recipe.env, recipe.user, recipe.workdir) == ("debian", env, "root:root", "/w/sub")
 
 
-def test_nothing_of_the_base_but_files_and_variables(load: Load) -> None:
-    """Without USER and WORKDIR it is root in /, whatever the base's own are."""
+def test_a_base_of_which_nothing_is_known(load: Load) -> None:
+    """Without USER and WORKDIR it is root in /; what others start is kept, labels and ports are not."""
     recipe = load('FROM debian\nCMD x\nLABEL a=b\nEXPOSE 80\nENTRYPOINT ["y"]\n')
-    assert recipe == Recipe(base="debian", user="root", workdir="/")
+    assert recipe == Recipe(base="debian", user="root", workdir="/", entrypoint=("y",), cmd=("/bin/sh", "-c", "x"))
+
+
+def test_what_a_base_starts_with(load: Load) -> None:
+    """User, folder, variables, entry point and command go on from the base; an ENTRYPOINT ends the base's CMD."""
+    known = BaseConfig("app", "/srv", {"HOME_OF": "/opt", "PATH": "/p"}, ("run",), ("all",))
+    recipe = load("FROM x\nENV A=$HOME_OF:$PATH\nWORKDIR in\nRUN y\n", base_config={"x": known}.get)
+    run = recipe.steps[-1]
+    assert isinstance(run, Run) and (run.user, run.cwd) == ("app", "/srv/in")
+    assert (recipe.env, recipe.user, recipe.workdir) == ({"A": "/opt:/p"}, "app", "/srv/in")
+    assert (recipe.entrypoint, recipe.cmd) == (("run",), ("all",))
+    recipe = load('FROM x\nENTRYPOINT ["z"]\n', base_config={"x": known}.get)
+    assert (recipe.entrypoint, recipe.cmd) == (("z",), ())
+    recipe = load('FROM x\nCMD ["w"]\nENTRYPOINT []\n', base_config={"x": known}.get)
+    assert (recipe.entrypoint, recipe.cmd) == ((), ("w",))
+
+
+def test_stages(load: Load) -> None:
+    """A stage goes on from an earlier one, and takes files out of one, by name or number, or out of an image."""
+    recipe = load(
+        "ARG V=1\nFROM debian AS One\nARG V\nENV A=a\nUSER agent\nWORKDIR /w\nRUN make $V\n"
+        "FROM one AS two\nRUN test $A\nFROM debian\n"
+        "COPY --from=one --chown=agent --chmod=755 /w/out* /w/x in/\nCOPY --from=1 w/y /z\nCOPY --from=tools /t /t\n"
+    )
+    one = load("ARG V=1\nFROM debian\nARG V\nENV A=a\nUSER agent\nWORKDIR /w\nRUN make $V\n")
+    run = one.steps[-1]
+    assert isinstance(run, Run) and run.env == {"V": "1", "A": "a"}
+    two = Recipe(
+        base=one,
+        steps=(Run(command=("/bin/sh", "-c", "test $A"), user="agent", cwd="/w", network="open"),),
+        user="agent",
+        workdir="/w",
+        entrypoint=(),
+        cmd=(),
+    )
+    assert recipe.base == "debian" and recipe.steps == (
+        Take(image=one, source="/w/out*", path="/in/", mode=0o755, user="agent"),
+        Take(image=one, source="/w/x", path="/in/", mode=0o755, user="agent"),
+        Take(image=two, source="/w/y", path="/z"),
+        Take(image="tools", source="/t", path="/t"),
+    )
+
+
+def test_what_is_ignored_is_not_sent(load: Load, tmp_path: Path) -> None:
+    """By .dockerignore, or by the file that bears the Dockerfile's name: from folders, from patterns, by name."""
+    (tmp_path / ".dockerignore").write_text("b.txt\nsrc/*.py\n")
+    put = load("FROM a\nCOPY . /c\n").steps[0]
+    assert isinstance(put, Put) and put.without == ("b.txt", "src/main.py")
+    assert [step.source for step in load("FROM a\nCOPY *.txt /c/\n").steps if isinstance(step, Put)] == [
+        str(tmp_path / "a.txt")
+    ]
+    with pytest.raises(InvalidSpec, match=r"2: COPY: b.txt: there is no such file in .*, or it is ignored"):
+        load("FROM a\nCOPY b.txt /c\n")
+    (tmp_path / "Dockerfile.dockerignore").write_text("data*\nDockerfile*\n.dockerignore\n")
+    put = load("FROM a\nCOPY . /c\n").steps[0]
+    assert isinstance(put, Put)
+    assert put.without == (".dockerignore", "Dockerfile", "Dockerfile.dockerignore", "data.tar.gz")
 
 
 def test_from_by_another_name(load: Load) -> None:
@@ -157,8 +213,10 @@ def test_owner_and_mode_of_copies(load: Load) -> None:
         ("FROM scratch", "1: FROM: an empty base"),
         ("FROM $NO", "1: FROM: '\\$NO' names no image"),
         ("FROM a b", "1: FROM: give IMAGE"),
-        ("FROM a\nFROM b", "2: FROM: a second stage"),
-        ("FROM a\nCOPY --from=b /x /y", "2: COPY: --from is not supported"),
+        ("FROM a AS b\nFROM c AS B", "2: FROM: there is a stage B already"),
+        ("FROM a AS b\nCOPY --from=b /x /y", "2: COPY: --from=b: that is this stage itself"),
+        ("FROM a\nCOPY --from=b /x /z /y", "2: COPY: several sources need a folder"),
+        ("FROM a\nADD --from=b /x /y", "2: ADD: --from is not supported"),
         ("FROM a\nRUN --mount=type=cache,target=/x y", "2: RUN: --mount is not supported"),
         ("FROM a\nRUN <<EOF\nx\nEOF", "2: RUN: here-documents"),
         ("FROM a\nRUN cat <<'E' > x\nE", "2: RUN: here-documents"),
