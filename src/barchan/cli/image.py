@@ -155,7 +155,7 @@ def show(image: str, /, *, common: Common = DEFAULTS) -> int:
         ("workdir", template.workdir),
         *(("env", f"{key}={value}") for key, value in template.env.items()),
         *(
-            (key, " ".join(words))
+            (key, msgspec.json.encode(words).decode())
             for key, words in (("entrypoint", template.entrypoint), ("cmd", template.cmd))
             if words
         ),
