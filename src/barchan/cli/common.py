@@ -70,7 +70,8 @@ class Common:
         url = self.node_url
         if url is not None:
             return {"url": url, "token": self.token}
-        return {"state_dir": self.local_state_dir, "store": os.environ.get("BARCHAN_STORE") or None}
+        store = os.environ.get("BARCHAN_STORE")
+        return {"state_dir": self.local_state_dir, **({"store": store} if store else {})}
 
 
 DEFAULTS = Common()
