@@ -25,6 +25,7 @@ app = App(name="task", help_format="plaintext")
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Words = Annotated[tuple[str, ...], Parameter(consume_multiple=False, show_default=False)]
 KINDS = 3  # oracle, nop, empty
+LONG_CHARS = 60
 
 
 @app.command(name="check")
@@ -80,7 +81,7 @@ def check_(
     if write is not None:
         _write(write, [item.task_id for item in admitted])
     columns = ("TASK", "ADMITTED", "ORACLE", "NOP", "EMPTY", "SECONDS", "WHY NOT")
-    print_table(columns, [_admission_row(item) for item in found], empty="no tasks")
+    print_table(columns, _admission_rows(found), empty="no tasks")
     print(f"{len(admitted)} of {len(found)} admitted")
     if common.json:
         print_json(found)
@@ -162,9 +163,17 @@ def _write(path: Path, ids: Sequence[str]) -> None:
         raise InvalidSpec(f"--write {path}: {error.strerror}") from error
 
 
-def _admission_row(item: Admission) -> list[str]:
-    rewards = [_rewards(given) for given in (item.oracle, item.nop, item.empty)]
-    return [item.task_id, _yes(item.admitted), *rewards, f"{item.seconds:.1f}", "; ".join(item.why) or "-"]
+def _admission_rows(found: Sequence[Admission]) -> list[list[str]]:
+    """A long reason is told once; who has the same names the task that it stands at."""
+    rows, first = [], dict[str, str]()
+    for item in found:
+        rewards = [_rewards(given) for given in (item.oracle, item.nop, item.empty)]
+        why = "; ".join(item.why) or "-"
+        at = first.setdefault(why, item.task_id)
+        if at != item.task_id and len(why) > LONG_CHARS:
+            why = f"as {at}"
+        rows.append([item.task_id, _yes(item.admitted), *rewards, f"{item.seconds:.1f}", why])
+    return rows
 
 
 def _rewards(given: Sequence[float | None]) -> str:

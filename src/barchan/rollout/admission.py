@@ -124,16 +124,13 @@ async def _verdict_on_nothing(graders: GradingPipeline, task: Task, name: str) -
 
 def admission(task: Task, verdicts: dict[str, list[Verdict]], seconds: float) -> Admission:
     """What the verdicts of all rounds say about a task."""
-    why: list[str] = []
-    if not task.oracle:
-        why.append("it has no known-good attempt")
-    for index, verdict in enumerate(verdicts.get("oracle", ())):
-        if verdict.reward is None or verdict.reward < 1.0:
-            why.append(f"oracle, round {index + 1}: {_told(verdict)}")
-    for what in ("nop", "empty"):
-        for index, verdict in enumerate(verdicts.get(what, ())):
-            if verdict.reward is None or verdict.reward >= 1.0:
-                why.append(f"{what}, round {index + 1}: {_told(verdict)}")
+    why = [] if task.oracle else ["it has no known-good attempt"]
+    same: dict[str, dict[str, list[int]]] = {}  # what is told, and of which rounds of what
+    for what in ("oracle", "nop", "empty"):
+        for index, verdict in enumerate(verdicts.get(what, ()), 1):
+            if verdict.reward is None or (verdict.reward < 1.0) == (what == "oracle"):
+                same.setdefault(_told(verdict), {}).setdefault(what, []).append(index)
+    why += [f"{' and '.join(_rounds(what, at) for what, at in where.items())}: {told}" for told, where in same.items()]
     rewards = {what: tuple(verdict.reward for verdict in verdicts.get(what, ())) for what in ("oracle", "nop", "empty")}
     unstable = [f"{what}: its score" for what, given in rewards.items() if len(set(given)) > 1]
     unstable += _unstable_tests(verdicts.get("oracle", ()))
@@ -149,6 +146,10 @@ def admission(task: Task, verdicts: dict[str, list[Verdict]], seconds: float) ->
         why=tuple(why),
         unstable=tuple(unstable),
     )
+
+
+def _rounds(what: str, rounds: list[int]) -> str:
+    return f"{what}, round{'s' if len(rounds) > 1 else ''} {', '.join(map(str, rounds))}"
 
 
 def _told(verdict: Verdict) -> str:

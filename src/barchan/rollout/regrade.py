@@ -87,7 +87,11 @@ async def _again(
 ) -> Regrading:
     timings, sandbox_ids = record.timings, record.grader_sandbox_ids
     if record.artifact_kind == "diff" and record.artifact not in images:
-        gone = Evidence(source="node", fact="has no image of the artifact any more", value=record.artifact)
+        gone = Evidence(
+            source="node",
+            fact="has no image of the artifact any more (a run keeps them with barchan rollout --keep-images)",
+            value=record.artifact,
+        )
         return Regrading(before=record.verdict, record=replace(record, verdict=void("platform", "image", (gone,))))
     try:
         job = pipeline.job(f"{run_id}-{record.rollout_id}", task, artifact_of(folder, record))

@@ -1,6 +1,7 @@
 """A log told to a person: one line per thing that happened, and the rollout in numbers."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -29,7 +30,9 @@ class Line(Struct, frozen=True, kw_only=True):
 
 
 class Account(Struct, frozen=True, kw_only=True):
-    """A rollout in numbers. `turns` are the policy's model calls; `reward` is None where nothing was scored."""
+    """A rollout in numbers. A turn is what the policy's model said and the calls in it, however many model calls it
+    took, none included; `reward` is None where nothing was scored.
+    """
 
     rollout_id: str
     run_id: str
@@ -53,7 +56,7 @@ class Account(Struct, frozen=True, kw_only=True):
 def account(log: Trajectory) -> Account:
     found = spans(log.entries)
     counts = Counter(span.kind for span in found)
-    turns = [tokens(span.body) for span in found if span.kind == "model_call" and span.inside is None]
+    said = [tokens(span.body) for span in found if span.kind == "model_call" and span.inside is None]
     verdict: dict[str, Any] = next((span.body for span in reversed(found) if span.kind == "verdict"), {})
     reward = verdict.get("reward")
     header = log.header
@@ -64,11 +67,11 @@ def account(log: Trajectory) -> Account:
         policy=header.policy,
         epoch=header.epoch,
         entries=len(log.entries),
-        turns=len(turns),
+        turns=_turns(found),
         tool_calls=counts["tool_call"],
         execs=counts["exec"],
-        prompt_tokens=sum(prompt or 0 for prompt, _ in turns),
-        completion_tokens=sum(completion or 0 for _, completion in turns),
+        prompt_tokens=sum(prompt or 0 for prompt, _ in said),
+        completion_tokens=sum(completion or 0 for _, completion in said),
         seconds=round(max([_started_s(log), *(span.end_ns / 1e9 for span in found)]) - _started_s(log), 6),
         status=as_text(verdict.get("status")) or ("cancelled" if counts["cancel"] else "unfinished"),
         reward=float(reward) if isinstance(reward, int | float) else None,
@@ -92,6 +95,27 @@ def story(log: Trajectory) -> list[Line]:
         )
         for span in spans(log.entries)
     ]
+
+
+def _turns(found: Sequence[Span]) -> int:
+    """Calls of one turn have its number; in a log without numbers they follow each other. A turn without calls has the
+    model calls before the next message, or before the end.
+    """
+    turns, is_open, number, before = 0, False, None, ""
+    for span in found:
+        if span.inside is not None:
+            continue
+        if span.kind == "tool_call":
+            given = span.body.get("turn")
+            if given != number if isinstance(given, int) else before != "tool_call":
+                turns += 1
+            number, is_open = given, False
+        elif span.kind == "model_call":
+            is_open = True
+        elif is_open and span.kind in ("message", "observation"):
+            turns, is_open = turns + 1, False
+        before = span.kind
+    return turns + is_open
 
 
 def _started_s(log: Trajectory) -> float:

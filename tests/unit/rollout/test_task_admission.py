@@ -37,6 +37,16 @@ def test_each_reason() -> None:
         assert why in found.why
 
 
+def test_equal_reasons_are_told_once() -> None:
+    """With the rounds, of whatever attempts, that they are the reason for."""
+    verdicts = {"oracle": [VOID, rewarded(0.5), VOID], "nop": [VOID, ZERO], "empty": [ONE, ONE]}
+    assert admission(TASK, verdicts, 0.0).why[:3] == (
+        "oracle, rounds 1, 3 and nop, round 1: void by platform, grader_timeout",
+        "oracle, round 2: reward 0.5, completed",
+        "empty, rounds 1, 2: reward 1, completed",
+    )
+
+
 def test_a_task_without_an_oracle() -> None:
     """Nothing shows that it can be solved."""
     bare = Task(task_id="t", instruction="", grader=ScriptGrader(command="x"))

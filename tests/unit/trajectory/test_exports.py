@@ -222,11 +222,37 @@ def test_the_story_says_how_things_ended(rollout: Trajectory) -> None:
 
 
 def test_an_account_counts(rollout: Trajectory) -> None:
-    """Turns are the policy's model calls: a judge's are none."""
+    """A judge's model calls are no turns."""
     told = account(rollout)
     assert (told.turns, told.tool_calls, told.execs) == (2, 2, 2)
     assert (told.prompt_tokens, told.completion_tokens) == (104, 6)
     assert (told.status, told.reward, told.cause) == ("scored", 1.0, "completed")
+
+
+def test_turns_are_not_model_calls(tmp_path: Path) -> None:
+    """A turn has as many model calls and tool calls as it took: a script has none of the former, a last answer none of
+    the latter.
+    """
+
+    def call(log: TrajectoryWriter, turn: int | None) -> None:
+        log.result(log.intent("tool_call", {"name": "bash", **({} if turn is None else {"turn": turn})}), {})
+
+    for index, (steps, turns) in enumerate(
+        (
+            (("c0", "c0", "c1", "c2"), 3),
+            (("m", "m", "c0", "c0", "m", "c1"), 2),
+            (("m", "message", "m", "c1", "m"), 3),
+            (("m", "m", "c", "c", "observation", "m", "c"), 2),
+            (("message",), 0),
+        )
+    ):
+        with new_log(tmp_path, f"r-{index:06}") as log:
+            for step in steps:
+                if step.startswith("c"):
+                    call(log, int(step[1:]) if step[1:] else None)
+                else:
+                    log.entry("model_call" if step == "m" else step, {})  # type: ignore[arg-type]
+        assert account(load(log.path)).turns == turns, steps
 
 
 def test_an_account_of_what_did_not_end(tmp_path: Path) -> None:
