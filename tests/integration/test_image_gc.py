@@ -1,0 +1,145 @@
+"""A node makes room on its disk, and takes nothing that a live sandbox needs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import barchan
+from barchan import AsyncClient
+from barchan.errors import NotFound
+from barchan.image.store import ImageStore
+from barchan.image.template import Template
+from tests.nodes import NodeProcess
+from tests.stores import node_of_its_own
+
+pytestmark = [pytest.mark.requires("root", "cgroup"), pytest.mark.timeout(120)]
+
+DAY_S = 86_400.0
+
+
+@pytest.fixture(scope="module")
+def node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """A node whose images are its own."""
+    yield from node_of_its_own(images, tmp_path_factory)
+
+
+@pytest.fixture
+async def client(node: NodeProcess) -> AsyncIterator[AsyncClient]:
+    async with barchan.connect_async(state_dir=node.state_dir) as client:
+        yield client
+
+
+@pytest.fixture
+def store(node: NodeProcess) -> ImageStore:
+    return ImageStore(node.state_dir / "images")
+
+
+def age(store: ImageStore, name: str, days: float) -> Template:
+    """Let an image be that much older, and unused since."""
+    made = store.resolve(name)
+    older = msgspec.structs.replace(made, created_unix_s=time.time() - days * DAY_S)
+    (store.root / "templates" / f"{name}.json").write_bytes(msgspec.json.encode(older))
+    (store.root / "used" / f"{name}.json").unlink(missing_ok=True)
+    return older
+
+
+def layer_names(store: ImageStore) -> set[str]:
+    return {path.name for path in (store.root / "layers").iterdir()}
+
+
+def barchan_image(node: NodeProcess, *words: str) -> Any:
+    """What the command prints as JSON, told by the node that runs."""
+    command = [sys.executable, "-m", "barchan.cli", "image", *words, "--state-dir", str(node.state_dir), "--json"]
+    environment = {**os.environ, "BARCHAN_URL": ""}
+    return json.loads(subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60).stdout)
+
+
+async def test_what_live_sandboxes_are_made_of_stays(client: AsyncClient, node: NodeProcess, store: ImageStore) -> None:
+    """Neither age nor budget takes their images, nor the bases of those; when they have ended, both do."""
+    debian = store.resolve("debian")
+    async with await client.create("debian") as maker:
+        (await maker.exec("echo one > /home/agent/one")).check()
+        above = await maker.snapshot("above")
+        (await maker.exec("echo two > /home/agent/two")).check()
+        await maker.snapshot("unused")
+    sandbox = await client.create("above")
+    for name in ("debian", "above", "unused"):
+        age(store, name, 8)
+    told = await client.collect_images(unused_for_s=7 * DAY_S, keep_bytes=0, dry_run=True)
+    assert ([image.name for image in told.images], told.dry_run) == (["unused"], True)
+    assert "unused" in {image.name for image in await client.images()}
+    report = barchan_image(node, "gc", "--unused-for", "7d")
+    assert [image["name"] for image in report["images"]] == ["unused"]
+    assert report["freed_bytes"] == told.freed_bytes > 0
+    assert layer_names(store) == {f"{digest}.erofs" for digest in above.layers}
+    assert (await sandbox.exec("cat /home/agent/one")).text == "one\n"
+    again = await sandbox.snapshot("again")  # the layers below are all there
+    await client.remove_image(again.name)
+    await sandbox.kill()
+    mounted = node.request("GET", "/v1/layers")
+    assert {layer["digest"] for layer in mounted} == set(above.layers)
+    report = barchan_image(node, "gc", "--unused-for", "7d")
+    assert [image["name"] for image in report["images"]] == ["above", "debian"]
+    assert layer_names(store) == set()
+    with pytest.raises(NotFound):
+        await client.create("above")
+    assert debian.layers[0].digest in above.layers
+
+
+@pytest.fixture
+def base(images: Path, store: ImageStore) -> Template:
+    """The base image again, whatever a test before has removed."""
+    machine = ImageStore(images)
+    made = machine.resolve("debian")
+    for layer in made.layers:
+        if not store.layer_path(layer).exists():
+            subprocess.run(["cp", "-a", machine.layer_path(layer), store.layer_path(layer)], check=True)
+    (store.root / "templates" / "debian.json").write_bytes(msgspec.json.encode(made))
+    return made
+
+
+async def test_a_create_counts_as_a_use(
+    client: AsyncClient, node: NodeProcess, store: ImageStore, base: Template
+) -> None:
+    """Of the image, and of its base: neither goes for its age, though both were made long ago."""
+    async with await client.create("debian") as maker:
+        await maker.snapshot("mine")
+    age(store, "debian", 30)
+    age(store, "mine", 30)
+    async with await client.create("mine"):
+        pass
+    report = await client.collect_images(unused_for_s=7 * DAY_S)
+    assert report.images == ()
+    (mine,) = [image for image in await client.images() if image.name == "mine"]
+    assert time.time() - mine.used_unix_s < DAY_S
+    assert mine.shared_bytes == base.size_bytes
+    await client.remove_image("mine")
+
+
+async def test_a_node_tells_what_it_has_of_each_layer(client: AsyncClient, store: ImageStore, base: Template) -> None:
+    """All of layers that are files; an image that was removed takes its own out of the list."""
+    (found,) = await client.layers()
+    size = store.layer_path(base.layers[0]).stat().st_size
+    assert (found.digest, found.kind) == tuple(base.layers[0])
+    assert (found.size_bytes, found.local_bytes) == (size, size)
+
+
+async def test_removing_through_the_command_asks_the_node(
+    client: AsyncClient, node: NodeProcess, store: ImageStore, base: Template
+) -> None:
+    """A sandbox that runs keeps its files; the store keeps nothing."""
+    async with await client.create("debian") as maker:
+        (await maker.exec("echo x > /home/agent/x")).check()
+        own = (await maker.snapshot("gone")).layers[0]
+        async with await client.create("gone") as sandbox:
+            assert [image["name"] for image in barchan_image(node, "remove", "gone")] == ["gone"]
+            assert (await sandbox.exec("cat /home/agent/x")).text == "x\n"
+    assert not store.has_layer(own)
