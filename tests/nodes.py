@@ -18,12 +18,14 @@ END_TIMEOUT_S = 60.0
 # What a node that ended may leave in its state directory: its journal, logs, locks, and the images.
 FILES = frozenset(
     {
+        "cache",
         "images",
         "journal.sqlite",
         "journal.sqlite-shm",
         "journal.sqlite-wal",
         "node.lock",
         "node.log",
+        "reader.log",
         "start.lock",
         "supervisor.log",
         "token",

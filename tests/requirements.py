@@ -54,6 +54,10 @@ def _slirp4netns() -> str:
     return "" if Path("/dev/net/tun").exists() else "no /dev/net/tun"
 
 
+def _fuse() -> str:
+    return "" if Path("/dev/fuse").exists() else "no /dev/fuse (modprobe fuse)"
+
+
 def _static_libc() -> str:
     if missing := _tool("gcc", "gcc")() or _tool("make", "make")():
         return missing
@@ -71,11 +75,13 @@ PROBES: dict[str, Callable[[], str]] = {
     "mmdebstrap": _tool("mmdebstrap", "mmdebstrap"),
     "mkfs.erofs": _tool("mkfs.erofs", "erofs-utils"),
     "fsck.erofs": _tool("fsck.erofs", "erofs-utils"),
+    "umoci": _tool("umoci", "umoci"),
     "mkfs.btrfs": _tool("mkfs.btrfs", "btrfs-progs"),
     "curl": _tool("curl", "curl"),
     "openssl": _tool("openssl", "openssl"),
     "slirp4netns": _tool("slirp4netns", "slirp4netns"),
     "ip": _tool("ip", "iproute2"),
+    "fuse": _fuse,
     "nginx": _tool("nginx", "nginx-light"),
 }
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -67,9 +67,14 @@ class Handle(Protocol):
 
 
 class Backend(Protocol):
-    """How isolation is done. `start` before use; `close` leaves the sandboxes running for the next node."""
+    """How isolation is done. `start` before use; `close` leaves the sandboxes running for the next node.
+
+    `on_unavailable(sandbox_ids, cause)` is called when bytes of an image could not be had in time. Those sandboxes run
+    no more; when it has returned, whoever waits for the bytes is told.
+    """
 
     capabilities: Capabilities
+    on_unavailable: Callable[[Sequence[str], str], None]
 
     def probe(self) -> Sequence[Requirement]:
         """What the backend needs of this host, and whether it holds."""
@@ -92,6 +97,9 @@ class Backend(Protocol):
 
     async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> Handle:
         """Take over a sandbox that an earlier node started."""
+
+    def adopted(self) -> None:
+        """Every sandbox of an earlier node was adopted or discarded: what concerns them may be told from now on."""
 
     async def found(self) -> list[str]:
         """Ids of the sandboxes that are alive, whoever started them."""

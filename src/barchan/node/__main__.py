@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
+from barchan.backends.container.lazy import ReaderSettings
 from barchan.errors import BarchanError, Conflict, InvalidSpec
 from barchan.node.admission import default_limits
 from barchan.node.http import Server
@@ -45,6 +46,8 @@ def _arguments() -> argparse.Namespace:
         metavar="no-...",
         help="switch a protection off, to test that it matters",
     )
+    parser.add_argument("--image-cache-mib", type=int, metavar="N", help="what is kept of images read on demand")
+    parser.add_argument("--image-wait-s", type=float, metavar="N", help="how long their store may take for a piece")
     parser.add_argument("--ready-fd", type=int, help="write `ready`, or an error as JSON, here once")
     return parser.parse_args()
 
@@ -159,7 +162,10 @@ async def _run(arguments: argparse.Namespace) -> None:
     version = metadata.version("barchan")
     given = {name: value for name in LIMITS if (value := getattr(arguments, name)) is not None}
     limits = replace(default_limits(), **given)
-    sandboxes = Sandboxes(arguments.state_dir, limits, version, tuple(arguments.weaken))
+    reader = ReaderSettings(cache_mib=arguments.image_cache_mib)
+    if arguments.image_wait_s is not None:
+        reader = replace(reader, wait_s=arguments.image_wait_s)
+    sandboxes = Sandboxes(arguments.state_dir, limits, version, tuple(arguments.weaken), reader)
     gc.collect()
     gc.freeze()  # what is loaded now stays: collections need not walk it again and again
     gc.set_threshold(50_000, 20, 50)

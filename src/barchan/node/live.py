@@ -4,11 +4,12 @@ import asyncio
 import time
 
 from barchan.backends.base import Handle
+from barchan.errors import NotFound
 from barchan.image.template import Template
 from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
 from barchan.node.files import Files
 from barchan.node.network import Network
-from barchan.node.processes import Defaults, Processes
+from barchan.node.processes import SHELL_NAMES, Defaults, Processes
 
 
 class Live:
@@ -45,6 +46,16 @@ class Live:
         self.defaults = Defaults(self.spec, self.template, Network.env(self.spec))
         self.processes = Processes(handle, self.defaults, is_new=is_new)
         self.files = Files(handle, self.processes, self.defaults)
+
+    async def find_shell(self) -> str:
+        """The best shell of the template, asked of its first sandbox; /bin/sh when it has none."""
+        for shell in SHELL_NAMES:
+            try:
+                await self.files.stat(shell, "root")
+            except NotFound:
+                continue
+            break
+        return shell
 
     def info(self, node_id: str) -> SandboxInfo:
         return SandboxInfo(

@@ -4,7 +4,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ from msgspec.structs import replace
 
 from barchan import backends
 from barchan.backends.base import Backend, Ended
+from barchan.backends.container.lazy import ReaderSettings
 from barchan.core.admission import Limits
 from barchan.core.egress import parse_allow
 from barchan.core.lifecycle import Fact, next_phase
 from barchan.errors import (
     BackendError,
     BarchanError,
+    BlobUnavailable,
     CallerError,
     CapacityError,
     Conflict,
@@ -36,7 +38,6 @@ from barchan.node.journal import Journal, Row
 from barchan.node.leases import Leases, Over
 from barchan.node.live import Live
 from barchan.node.network import Network
-from barchan.node.processes import SHELL_NAMES
 
 SWEEP_S = 1.0
 
@@ -44,7 +45,14 @@ SWEEP_S = 1.0
 class Sandboxes:
     """Creates, finds, ends and adopts the sandboxes of one node."""
 
-    def __init__(self, state_dir: Path, limits: Limits, version: str, weaken: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        limits: Limits,
+        version: str,
+        weaken: tuple[str, ...] = (),
+        reader: ReaderSettings = ReaderSettings(),  # noqa: B008 - frozen
+    ) -> None:
         self.images = ImageStore(state_dir / "images")
         self.journal = Journal(state_dir / "journal.sqlite")
         self.node_id = self.journal.meta("node_id", f"node_{secrets.token_hex(4)}")
@@ -59,6 +67,7 @@ class Sandboxes:
         self._memory_mib = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) >> 20
         self._cpus = os.cpu_count() or 1
         self._weaken = weaken
+        self._reader = reader
         self._state_dir = state_dir
         self._started = time.monotonic()
         self._backends: dict[str, Backend] = {}
@@ -87,6 +96,7 @@ class Sandboxes:
                 ),
                 *(backend.discard(sandbox_id) for sandbox_id in found - set(rows)),
             )
+            backend.adopted()
             for row in rows.values():
                 if row.spec.backend == name and row.sandbox_id not in self.live:
                     self.journal.end(row.sandbox_id, "lost", "node_lost")
@@ -118,7 +128,8 @@ class Sandboxes:
         async with lock:
             backend = self._backends.get(name)
             if backend is None:
-                backend = backends.load(name, self._state_dir, self.images, self._weaken)
+                backend = backends.load(name, self._state_dir, self.images, self._weaken, self._reader)
+                backend.on_unavailable = self._blob_unavailable
                 await backend.start()
                 self._backends[name] = backend
                 self._spawn(self._watch_backend(name, backend))
@@ -135,6 +146,15 @@ class Sandboxes:
                 self._lost[live.sandbox_id] = error
                 self._ended(live, Fact.INIT_DIED, "node_lost")
         await backend.close()
+
+    def _blob_unavailable(self, sandbox_ids: Sequence[str], cause: str) -> None:
+        """Bytes of their image can't be had, and they were stopped before they could see that: say why."""
+        for sandbox_id in sandbox_ids:
+            live = self.live.get(sandbox_id)
+            if live is None or live.ending is not None or live.phase != "ready":
+                continue
+            self._ended(live, Fact.INIT_DIED, f"blob_unavailable: {cause}")
+            live.handle.guest.guest_gone(self._why_not(sandbox_id))
 
     async def close(self) -> None:
         """Let go; sandboxes stay for the next node."""
@@ -261,22 +281,12 @@ class Sandboxes:
         """What every sandbox needs once its init answers: network, shell, and an eye on its end."""
         live.handle.ended.add_done_callback(lambda ended: self._init_ended(live, ended))
         live.network = await Network.open(live.spec, live.handle, live.files)
-        live.defaults.shell = self._shells.get(live.template.digest) or await self._find_shell(live)
+        live.defaults.shell = self._shells.get(live.template.digest) or await live.find_shell()
+        self._shells[live.template.digest] = live.defaults.shell
         live.phase = next_phase("booting", Fact.INIT_UP)
         if live.spec.ttl_s is not None:
             left_s = live.created_unix_s + live.spec.ttl_s - time.time()
             live.expiry = asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire, live, "ttl")
-
-    async def _find_shell(self, live: Live) -> str:
-        """The best shell of the template, asked of its first sandbox; /bin/sh when it has none."""
-        for shell in SHELL_NAMES:
-            try:
-                await live.files.stat(shell, "root")
-            except NotFound:
-                continue
-            break
-        self._shells[live.template.digest] = shell
-        return shell
 
     # finding
 
@@ -305,7 +315,8 @@ class Sandboxes:
         cause = row.end_cause or "ending"
         text = f"sandbox {row.sandbox_id} has ended: {cause}"
         if row.phase == "lost":
-            return SandboxLost(text, sandbox_id=row.sandbox_id, cause=cause)
+            kind = BlobUnavailable if cause.startswith("blob_unavailable") else SandboxLost
+            return kind(text, sandbox_id=row.sandbox_id, cause=cause)
         return SandboxExpired(text, sandbox_id=row.sandbox_id, cause=cause)
 
     def info(self, sandbox_id: str) -> SandboxInfo:

@@ -5,14 +5,16 @@ import errno
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from barchan.backends.base import Capabilities, Ended
 from barchan.backends.container import probe
-from barchan.backends.container.cgroup import Counters, thaw
+from barchan.backends.container.cgroup import Counters, kill, sandbox_of, thaw
 from barchan.backends.container.cut import Cutter
-from barchan.backends.container.supervisor import Answer, SupervisorClient
+from barchan.backends.container.lazy import LazyReader, ReaderSettings, Unavailable
+from barchan.backends.container.supervisor import REQUEST_TIMEOUT_S, Answer, SupervisorClient
 from barchan.backends.guest import GuestConnection, init_died
 from barchan.errors import (
     BackendError,
@@ -50,7 +52,9 @@ class ContainerHandle:
         guest: GuestConnection,
         counters: Counters,
         layer_bytes_max: int,
+        layers: frozenset[str] | None,
     ) -> None:
+        self.layers = layers  # digests; None: an earlier node chose them
         self.sandbox_id = sandbox_id
         self.guest = guest
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -113,6 +117,10 @@ class ContainerHandle:
         cutter = await self._backend.cutter()
         await cutter.pack(self.sandbox_id, self._counters.guest, self._cutting, target, self._layer_bytes_max)
 
+    def uses(self, layer: str) -> bool:
+        """Whether the sandbox may read that layer."""
+        return self.layers is None or layer in self.layers
+
     def oom_kills(self) -> int:
         return self._counters.oom_kills()
 
@@ -125,7 +133,13 @@ class ContainerBackend:
 
     capabilities = Capabilities(memory_snapshot=False, fork=False, own_kernel=False)
 
-    def __init__(self, state_dir: Path, images: ImageStore, weaken: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        images: ImageStore,
+        weaken: tuple[str, ...] = (),
+        reader: ReaderSettings = ReaderSettings(),  # noqa: B008 - frozen
+    ) -> None:
         self._state_dir = state_dir
         self._images = images
         self._socket = state_dir / "supervisor.sock"
@@ -137,6 +151,8 @@ class ContainerBackend:
         self._cutter: Cutter | None = None
         self._cutter_lock = asyncio.Lock()
         self._cgroup = "v1"
+        self.on_unavailable: Callable[[Sequence[str], str], None] = lambda ids, cause: None
+        self._lazy = LazyReader(state_dir, self.request, self._unavailable, reader)
         self._weaken = weaken
 
     def probe(self) -> Sequence[Requirement]:
@@ -191,6 +207,23 @@ class ContainerBackend:
                 f"the supervisor did not start: {line or 'no reason given'}; see {self._state_dir}/supervisor.log"
             )
 
+    def adopted(self) -> None:
+        self._lazy.start(self._layers)
+
+    def _unavailable(self, wanted: Unavailable) -> None:
+        """First nothing of the sandbox may run again; then it is said why; then the read may fail."""
+        found = sandbox_of(wanted.pid, self._name) if wanted.pid else None
+        if found is not None:
+            ids = [found]
+        elif wanted.pid:
+            ids = []  # a process of the host, or one that is gone: it belongs to no sandbox
+        else:
+            users = self._handles.items()
+            ids = [sandbox_id for sandbox_id, handle in users if handle.uses(wanted.layer)]
+        for sandbox_id in ids:
+            kill(self._counters(sandbox_id).guest)
+        self.on_unavailable(ids, f"layer {wanted.layer[:12]}: {wanted.cause}")
+
     async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> ContainerHandle:
         for layer in template.layers:
             await self._mount(layer.digest, layer.kind, self._images.layer_path(layer))
@@ -210,7 +243,8 @@ class ContainerBackend:
             )
         )
         try:
-            handle = await self._take(sandbox_id, await asyncio.shield(request), spec)
+            layers = frozenset(layer.digest for layer in template.layers)
+            handle = await self._take(sandbox_id, await asyncio.shield(request), spec, layers)
         except BaseException:
             await asyncio.shield(self._abandon(sandbox_id, request))
             raise
@@ -236,7 +270,9 @@ class ContainerBackend:
     def _counters(self, sandbox_id: str) -> Counters:
         return Counters(self._name, sandbox_id, self._cgroup)
 
-    async def _take(self, sandbox_id: str, answer: Answer, spec: SandboxSpec) -> ContainerHandle:
+    async def _take(
+        self, sandbox_id: str, answer: Answer, spec: SandboxSpec, layers: frozenset[str] | None = None
+    ) -> ContainerHandle:
         """Make a handle of the supervisor's answer: connection, pidfd and, for a network, a third descriptor."""
         sock, network_fd = _take_fds(answer)
         try:
@@ -246,7 +282,7 @@ class ContainerBackend:
                 os.close(network_fd)
             raise BootFailed(f"the init of {sandbox_id} does not answer: {error}") from error
         layer_bytes_max = LAYER_DISKS_MAX * (spec.disk_mib << 20) + LAYER_BYTES_SPARE
-        handle = ContainerHandle(self, sandbox_id, guest, self._counters(sandbox_id), layer_bytes_max)
+        handle = ContainerHandle(self, sandbox_id, guest, self._counters(sandbox_id), layer_bytes_max, layers)
         if network_fd is not None and spec.network == "open":
             handle.netns = network_fd
         elif network_fd is not None:
@@ -266,7 +302,7 @@ class ContainerBackend:
         if mounted is None:
             mounted = self._layers[digest] = asyncio.get_running_loop().create_future()
             try:
-                (await self.request("layer", digest=digest, type=kind, path=os.fspath(path))).close()
+                await (self._mount_lazily(digest, path) if kind == "lazy" else self._mount_path(digest, kind, path))
             except BaseException as error:
                 del self._layers[digest]
                 mounted.set_exception(BackendError(f"layer {digest} can't be mounted: {error}"))
@@ -275,8 +311,18 @@ class ContainerBackend:
             mounted.set_result(None)
         await asyncio.shield(mounted)
 
+    async def _mount_path(self, digest: str, kind: str, path: Path) -> None:
+        (await self.request("layer", digest=digest, type=kind, path=os.fspath(path))).close()
+
+    async def _mount_lazily(self, digest: str, path: Path) -> None:
+        mount_fd = await self._lazy.mount(digest, path)
+        try:
+            (await self.request("layer", fds=[mount_fd], digest=digest, type="mount")).close()
+        finally:
+            await asyncio.to_thread(os.close, mount_fd)  # the last of a mount may wait for its reader
+
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
-        for digest in list(self._layers) if digests is None else digests:
+        for digest in self._layers.keys() | self._lazy.known if digests is None else digests:
             if self._images.has_layer(digest):
                 self._unwanted.discard(digest)
                 continue
@@ -289,6 +335,8 @@ class ContainerBackend:
             else:
                 self._unwanted.discard(digest)
                 self._layers.pop(digest, None)
+                if digest in self._lazy.known:
+                    await self._lazy.drop(digest)
 
     async def cutter(self) -> Cutter:
         """Made on first use."""
@@ -309,7 +357,8 @@ class ContainerBackend:
         found: list[str] = []
         at = 0
         while True:
-            page = (await self.request(op, **{"from": at})).message
+            keys: dict[str, Any] = {"from": at}
+            page = (await self.request(op, **keys)).message
             found += [value for name, value in page.pairs if name == key]
             at = page.number("next", 0)
             if not at:
@@ -329,16 +378,19 @@ class ContainerBackend:
     def forget(self, sandbox_id: str) -> None:
         self._handles.pop(sandbox_id, None)
 
-    async def request(self, op: str, **keys: str | int) -> Answer:
+    async def request(self, op: str, *, fds: Sequence[int] = (), **keys: str | int) -> Answer:
         if self._client is None:
             raise BackendError("the container backend is not started")
-        return await self._client.request(op, **keys)
+        return await self._client.request(op, fds=fds, timeout_s=REQUEST_TIMEOUT_S, **keys)
 
     async def lost(self) -> None:
         if self._client is not None:
             await asyncio.shield(self._client.lost)
 
-    def _exited(self, sandbox_id: str, wstatus: int, oom_kills: int) -> None:
+    def _exited(self, message: wire.Message) -> None:
+        """A guest ended on its own."""
+        sandbox_id, wstatus = message.get("id"), message.number("wstatus")
+        oom_kills = message.number("oom_kills", 0)
         handle = self._handles.get(sandbox_id)
         if handle is not None and not handle.ended.done():
             handle.ended.set_result(Ended(wstatus=wstatus, oom_kills=oom_kills))
@@ -346,6 +398,7 @@ class ContainerBackend:
 
     async def close(self) -> None:
         await self._close_cutter()
+        await self._lazy.close()
         for handle in list(self._handles.values()):
             handle.guest.close()
             handle.release()
@@ -359,6 +412,7 @@ class ContainerBackend:
 
     async def shutdown(self) -> None:
         await self._close_cutter()  # or the pool would outlive the supervisor
+        await self._lazy.close()  # or it would want another reader when the supervisor lets go of the first
         (await self.request("shutdown")).close()
         await self.close()
 

@@ -78,6 +78,25 @@ def thaw(guest: str) -> None:
             raise
 
 
+def kill(guest: str) -> None:
+    """Kill whatever is in a sandbox, its init too, all at once; one that is gone needs nothing."""
+    try:
+        _write(f"{os.path.dirname(guest)}/cgroup.kill", b"1")
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENODEV):
+            raise
+
+
+def sandbox_of(pid: int, node: str) -> str | None:
+    """The sandbox of this node that a process of the host belongs to."""
+    for line in _read(f"/proc/{pid}/cgroup").splitlines():
+        _, found, rest = line.partition(f"/barchan/{node}/")
+        name = rest.partition("/")[0].removesuffix(".platform")
+        if found and name not in ("", "init"):
+            return name
+    return None
+
+
 def _write(path: str, text: bytes) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -90,7 +109,7 @@ def _read(path: str) -> str:
     try:
         with open(path, encoding="ascii") as file:
             return file.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
 
 

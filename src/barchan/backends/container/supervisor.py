@@ -1,4 +1,4 @@
-"""The node's end of the supervisor's socket: requests with descriptors in the answers."""
+"""The node's end of the supervisor's socket, and of the reader's: requests and answers with descriptors."""
 
 import array
 import asyncio
@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from barchan.errors import BackendError, BootFailed, ConnectionLost, NotFound
@@ -29,11 +29,24 @@ class Answer:
 
 
 class SupervisorClient:
-    """One connection to the supervisor. `on_exit(id, wstatus, oom_kills)` is called when a guest ends on its own."""
+    """One connection to the supervisor, or to the `peer` that speaks as it does.
 
-    def __init__(self, sock: socket.socket, on_exit: Callable[[str, int, int], None]) -> None:
+    Args:
+        on_event: Called for each message that answers no request.
+        failure: Makes an exception of an operation and its `error` answer.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_event: Callable[[wire.Message], None],
+        peer: str = "supervisor",
+        failure: Callable[[str, wire.Message], Exception] | None = None,
+    ) -> None:
         self._sock = sock
-        self._on_exit = on_exit
+        self._on_event = on_event
+        self._peer = peer
+        self._failure = failure or _failure
         self._tags = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._loop = asyncio.get_running_loop()
@@ -42,7 +55,13 @@ class SupervisorClient:
         self._loop.add_reader(sock.fileno(), self._readable)
 
     @classmethod
-    def connect(cls, path: Path, on_exit: Callable[[str, int, int], None]) -> "SupervisorClient":
+    def connect(
+        cls,
+        path: Path,
+        on_event: Callable[[wire.Message], None],
+        peer: str = "supervisor",
+        failure: Callable[[str, wire.Message], Exception] | None = None,
+    ) -> "SupervisorClient":
         """Connect to a live supervisor of our own user.
 
         Raises:
@@ -54,8 +73,8 @@ class SupervisorClient:
             sock.connect(os.fspath(path))
             _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if uid != os.geteuid():
-                raise BackendError(f"the supervisor's socket {path} belongs to user {uid}")
-            return cls(sock, on_exit)
+                raise BackendError(f"the {peer}'s socket {path} belongs to user {uid}")
+            return cls(sock, on_event, peer, failure)
         except BaseException:
             sock.close()
             raise
@@ -67,47 +86,52 @@ class SupervisorClient:
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
-                future.set_exception(ConnectionLost("the supervisor closed the connection"))
+                future.set_exception(ConnectionLost(f"the {self._peer} closed the connection"))
         if not self.lost.done():
             self.lost.set_result(None)
 
-    async def request(self, op: str, **keys: str | int) -> Answer:
-        """One request; waits for its answer.
+    async def request(
+        self, op: str, *, fds: Sequence[int] = (), timeout_s: float = REQUEST_TIMEOUT_S, **keys: str | int
+    ) -> Answer:
+        """One request; waits for its answer. `fds` stay the caller's.
 
         Raises:
             BootFailed: The supervisor says that it failed, with the stage and errno.
-            ConnectionLost: The supervisor is gone.
+            ConnectionLost: The peer is gone.
         """
         tag = next(self._tags)
         future: asyncio.Future[Answer] = self._loop.create_future()
         self._waiting[tag] = future
         try:
-            await self._send(wire.encode(op, tag=tag, **keys))
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            await self._send(wire.encode(op, tag=tag, **keys), fds)
+            async with asyncio.timeout(timeout_s):
                 answer = await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().close()
             raise
         except TimeoutError as error:
-            raise BackendError(f"the supervisor did not answer {op!r} within {REQUEST_TIMEOUT_S:g} s") from error
+            raise BackendError(f"the {self._peer} did not answer {op!r} within {timeout_s:g} s") from error
         finally:
             self._waiting.pop(tag, None)
         if answer.message.word == "error":
             answer.close()
-            raise _failure(op, answer.message)
+            raise self._failure(op, answer.message)
         return answer
 
-    async def _send(self, packet: bytes) -> None:
+    async def _send(self, packet: bytes, fds: Sequence[int]) -> None:
         while True:
             try:
-                self._sock.send(packet)
+                if fds:
+                    socket.send_fds(self._sock, [packet], fds)
+                else:
+                    self._sock.send(packet)
                 return
             except BlockingIOError:
                 await asyncio.sleep(0.002)
             except OSError as error:
                 self.close()
-                raise ConnectionLost(f"the supervisor is gone: {error.strerror}") from error
+                raise ConnectionLost(f"the {self._peer} is gone: {error.strerror}") from error
 
     def _readable(self) -> None:
         for _ in range(64):
@@ -127,8 +151,9 @@ class SupervisorClient:
 
     def _take(self, answer: Answer) -> None:
         message = answer.message
-        if message.word == "exit":
-            self._on_exit(message.get("id"), message.number("wstatus"), message.number("oom_kills", 0))
+        if message.word not in ("ok", "error"):
+            answer.close()
+            self._on_event(message)
             return
         future = self._waiting.get(message.number("tag"))
         if future is None or future.done():

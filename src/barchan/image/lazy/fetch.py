@@ -1,0 +1,251 @@
+"""Getting the chunks of one layer from its store: each once, neighbours together, ahead of who reads in order."""
+
+import asyncio
+import hashlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
+from typing import Final
+
+from msgspec import Struct
+
+from barchan.errors import BarchanError, BlobCorrupt, BlobUnavailable
+from barchan.image.blobs import BlobStore
+from barchan.image.chunks import ChunkIndex
+from barchan.image.lazy.cache import ABSENT, PRESENT, UNVERIFIED, Cache, CachedLayer
+from barchan.image.stored import data_key, decode_all, stored_range
+
+REQUEST_BYTES_MAX: Final = 4 << 20  # raw bytes of one request to the store
+AHEAD_BYTES_MAX: Final = 8 << 20
+REQUESTS_MAX: Final = 32  # under way at once; reading ahead takes at most half of them
+STREAMS_MAX: Final = 16  # readers in order that are told apart in one layer
+CORRUPT_MAX: Final = 2  # times that a chunk which is not what its index says is fetched again
+PAUSE_S: Final = 0.05
+PAUSE_S_MAX: Final = 2.0
+
+
+class Traffic:
+    """What one reader process asks of stores: counted, and bounded by one semaphore.
+
+    Args:
+        wait_s: How long a chunk may take to come, with all repetitions.
+        pool: Where chunks are unpacked, checked and written.
+    """
+
+    def __init__(self, cache: Cache, pool: Executor, wait_s: float) -> None:
+        self.cache = cache
+        self.pool = pool
+        self.wait_s = wait_s
+        self.requests = 0
+        self.bytes_fetched = 0
+        self.retries = 0
+        self.slots = asyncio.Semaphore(REQUESTS_MAX)
+
+
+class _Stream(Struct):
+    """Somebody who reads in order: the chunk read last, the first one not read ahead, how far ahead is right."""
+
+    last: int
+    ahead: int
+    window: int
+
+
+class Fetcher:
+    """Chunks of one layer, on demand. All methods belong to one event loop."""
+
+    def __init__(self, store: BlobStore, index: ChunkIndex, layer: CachedLayer, traffic: Traffic) -> None:
+        self.index = index
+        self.layer = layer
+        self._store = store
+        self._key = data_key(index)
+        self._traffic = traffic
+        self._flying: dict[int, asyncio.Future[bytes]] = {}
+        self._loads: set[asyncio.Task[None]] = set()
+        self._streams: list[_Stream] = []
+        self._run_max = max(1, REQUEST_BYTES_MAX // index.chunk_bytes)
+
+    async def read(self, offset: int, size: int) -> bytes:
+        """Bytes of the layer, cut at its end.
+
+        Raises:
+            BlobUnavailable: They could not be had in time, or are not what they should be.
+        """
+        chunks = self.layer.chunks(offset, size)
+        if not chunks:
+            return b""
+        if self.layer.touched is not None:
+            self.layer.touched.update(dict.fromkeys(chunks))
+        size = min(size, self.layer.size_bytes - offset)
+        while (data := self.layer.read(offset, size)) is None:
+            got = await self._get(chunks)
+            if len(got) == len(chunks):
+                whole = b"".join(got[chunk] for chunk in chunks)
+                start = offset - chunks.start * self.index.chunk_bytes
+                return whole[start : start + size]
+        return data
+
+    async def load(self, chunks: Iterable[int]) -> None:
+        """Have those chunks in the cache, as far as there is room. Raises as `read`."""
+        for run in _runs(sorted(set(chunks)), self._run_max):
+            await self._get(run)
+
+    async def close(self) -> None:
+        for task in self._loads:
+            task.cancel()
+        await asyncio.gather(*self._loads, return_exceptions=True)
+
+    async def _get(self, chunks: range) -> dict[int, bytes]:
+        """The chunks that had to be fetched; the others were in the cache when this began."""
+        for chunk in chunks:
+            if self.layer.note(chunk) == UNVERIFIED and chunk not in self._flying:
+                await self._verify(chunk)
+        joined = {chunk: self._flying[chunk] for chunk in chunks if chunk in self._flying}
+        missing = [chunk for chunk in chunks if chunk not in joined and self.layer.note(chunk) == ABSENT]
+        own: dict[int, asyncio.Future[bytes]] = {}
+        for run in _runs(missing, self._run_max):
+            own |= self._start(run)
+        if missing or joined:
+            self._read_ahead(chunks)
+        got: dict[int, bytes] = {}
+        for chunk, flying in joined.items():
+            try:
+                got[chunk] = await asyncio.shield(flying)
+            except BlobUnavailable:  # whoever asked for it began to wait earlier
+                flying = self._flying.get(chunk) or self._start(range(chunk, chunk + 1))[chunk]
+                own[chunk] = flying
+        for chunk, flying in own.items():
+            got[chunk] = await asyncio.shield(flying)
+        cached = [chunk for chunk in chunks if chunk not in got]
+        for chunk in cached:
+            data = self.layer.read(chunk * self.index.chunk_bytes, self.index.size(chunk))
+            if data is not None:
+                got[chunk] = data
+        return got
+
+    async def _verify(self, chunk: int) -> None:
+        """The host was started anew since this chunk was written: is it whole?"""
+        loop = asyncio.get_running_loop()
+
+        def is_whole() -> bool:
+            return hashlib.sha256(self.layer.read_unverified(chunk)).digest() == self.index.sha256(chunk)
+
+        whole = await loop.run_in_executor(self._traffic.pool, is_whole)
+        if self.layer.note(chunk) != UNVERIFIED:
+            return
+        if whole:
+            self.layer.trust(chunk)
+        else:
+            self._traffic.cache.lose(self.layer, chunk)
+
+    def _read_ahead(self, chunks: range) -> None:
+        """Twice as far as the last time for who goes on where somebody left off; not at all for who comes anew."""
+        first, last = chunks.start, chunks.stop - 1
+        for stream in self._streams:
+            if stream.last <= first <= max(stream.ahead, stream.last + 1):
+                break
+        else:
+            self._streams = [*self._streams[-STREAMS_MAX + 1 :], _Stream(last, last + 1, 0)]
+            return
+        self._streams.remove(stream)
+        self._streams.append(stream)
+        window_max = max(1, AHEAD_BYTES_MAX // self.index.chunk_bytes)
+        if last > stream.last:
+            stream.window = min(window_max, max(2, 2 * stream.window))
+        stream.last = max(last, stream.last)
+        start, stream.ahead = max(last + 1, stream.ahead), min(self.index.count, last + 1 + stream.window)
+        missing = [c for c in range(start, stream.ahead) if self.layer.note(c) == ABSENT and c not in self._flying]
+        for run in _runs(missing, self._run_max):
+            if len(self._loads) < REQUESTS_MAX // 2:
+                self._start(run)
+
+    def _start(self, run: range) -> dict[int, asyncio.Future[bytes]]:
+        loop = asyncio.get_running_loop()
+        futures: dict[int, asyncio.Future[bytes]] = {chunk: loop.create_future() for chunk in run}
+        self._flying |= futures
+        task = loop.create_task(self._load(run, futures))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+        return futures
+
+    async def _load(self, run: range, futures: dict[int, asyncio.Future[bytes]]) -> None:
+        """Fetch a run and keep it; a run with a corrupt chunk is fetched again chunk by chunk."""
+        try:
+            try:
+                parts = await self._fetch(run, 0 if len(run) > 1 else CORRUPT_MAX)
+            except BlobCorrupt as error:
+                if len(run) == 1:
+                    raise BlobUnavailable(str(error)) from error
+                for chunk in run:
+                    await self._load(range(chunk, chunk + 1), {chunk: futures[chunk]})
+                return
+            for chunk, data in zip(run, parts, strict=True):
+                await self._keep(chunk, data)
+                self._flying.pop(chunk, None)
+                futures[chunk].set_result(data)
+        except (BarchanError, OSError) as error:
+            failure = error if isinstance(error, BlobUnavailable) else BlobUnavailable(str(error))
+            for future in futures.values():
+                if not future.done():
+                    future.set_exception(failure)
+                    future.exception()  # reading ahead has nobody to tell
+        finally:
+            for chunk, future in futures.items():
+                if self._flying.get(chunk) is future:
+                    del self._flying[chunk]
+                future.cancel()
+
+    async def _keep(self, chunk: int, data: bytes) -> None:
+        if self.layer.note(chunk) == PRESENT:
+            return
+        loop = asyncio.get_running_loop()
+        if await loop.run_in_executor(self._traffic.pool, self.layer.write, chunk, data):
+            self._traffic.cache.keep(self.layer, chunk)
+        else:
+            self._traffic.cache.uncached += 1
+
+    async def _fetch(self, run: range, corrupt_max: int) -> list[bytes]:
+        """One request to the store, repeated until it succeeds or the time is over.
+
+        Raises:
+            BlobCorrupt: What came is wrong, and was as often as `corrupt_max` says.
+            BlobUnavailable: The time is over; the message names the last reason.
+        """
+        loop = asyncio.get_running_loop()
+        deadline, pause_s, corrupt, cause = loop.time() + self._traffic.wait_s, PAUSE_S, 0, "no answer"
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await self._ask(run)
+            except BlobCorrupt as error:
+                corrupt += 1
+                if corrupt > corrupt_max:
+                    raise
+                cause = str(error)
+            except TimeoutError:
+                raise BlobUnavailable(f"not had within {self._traffic.wait_s:g} s: {cause}") from None
+            except (BarchanError, OSError) as error:
+                cause = str(error)
+            if loop.time() + pause_s > deadline:
+                raise BlobUnavailable(f"not had within {self._traffic.wait_s:g} s: {cause}")
+            self._traffic.retries += 1
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    async def _ask(self, run: range) -> list[bytes]:
+        start, end = stored_range(self.index, run)
+        stored = b""
+        if end > start:
+            async with self._traffic.slots:
+                self._traffic.requests += 1
+                stored = await self._store.get_range(self._key, start, end)
+            self._traffic.bytes_fetched += len(stored)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._traffic.pool, lambda: list(decode_all(self.index, run, stored)))
+
+
+def _runs(chunks: list[int], longest: int) -> Iterator[range]:
+    """Sorted numbers as ranges of neighbours of bounded length."""
+    start = 0
+    for at in range(1, len(chunks) + 1):
+        if at == len(chunks) or chunks[at] != chunks[at - 1] + 1 or at - start == longest:
+            yield range(chunks[start], chunks[at - 1] + 1)
+            start = at
