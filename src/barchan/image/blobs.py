@@ -86,8 +86,8 @@ class BlobStore:
             "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s)),
             "timeout": timedelta(seconds=timeout_s),
         }
-        if url.startswith("http:"):
-            client["allow_http"] = True
+        # An object store's endpoint is what the environment says; these options replace its word that HTTP is meant.
+        client["allow_http"] = not url.startswith("https:")
         retry: RetryConfig = {
             "max_retries": retries,
             "retry_timeout": timedelta(seconds=timeout_s),
@@ -185,6 +185,7 @@ class BlobStore:
         """Store a small blob; an older one of that key gives way.
 
         Raises:
+            NotFound: Its bucket or container does not exist.
             Denied, CapacityError, TransportError: The store refuses, is full, slow or dead.
         """
         self._check_writable()
@@ -195,7 +196,10 @@ class BlobStore:
         async def sent() -> None:
             await self._store().put_async(key, data, use_multipart=False)
 
-        await self._ask(key, sent())
+        try:
+            await self._ask(key, sent())
+        except NotFound as error:
+            raise NotFound(f"{self.url}: there is no such bucket or container (try: make it)", blob=key) from error
 
     async def put_file(self, key: str, path: Path, progress: Callable[[int], None] = lambda done: None) -> None:
         """Store a file's content, in parts where it is big; the time is bounded by part.
@@ -285,7 +289,8 @@ class BlobStore:
             return ReadTimeout(f"{where}: no whole answer in {self._timeout_s:g} s")
         if status := re.search(r"\b([45]\d\d)\b [A-Z]", text):
             return ConnectionLost(f"{where}: the store answers {status[1]}")
-        return ConnectionLost(f"{where}: the answer broke off")
+        named = re.search(r"\bkind: (\w+)", text)
+        return ConnectionLost(f"{where}: the request failed ({named[1] if named else type(error).__name__})")
 
 
 def no_room(error: OSError, what: str) -> BarchanError | OSError:
