@@ -43,7 +43,9 @@ if TYPE_CHECKING:
         TaskError,
         TransportError,
     )
-    from barchan.model.node import Budget, ImageInfo, NodeInfo
+    from barchan.model.gc import GcReport
+    from barchan.model.image import Rebased
+    from barchan.model.node import Budget, ImageInfo, LayerInfo, NodeInfo
     from barchan.model.sandbox import (
         ExecResult,
         FileChange,
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from barchan.sdk.files import Files
     from barchan.sdk.sandbox import Process, Sandbox
     from barchan.sdk.shell import Shell
+    from barchan.sdk.template import AsyncTemplateBuilder, TemplateBuilder
     from barchan.sdk.terminal import Terminal
 
     __version__: str
@@ -88,6 +91,7 @@ _HOMES = {
     "barchan.sdk.shell": ("Shell",),
     "barchan.sdk.aio.shell": ("AsyncShell", "ShellResult"),
     "barchan.sdk.terminal": ("Terminal",),
+    "barchan.sdk.template": ("TemplateBuilder", "AsyncTemplateBuilder"),
     "barchan.sdk.aio.terminal": ("AsyncTerminal",),
     "barchan.model.sandbox": (
         "SandboxSpec",
@@ -105,7 +109,9 @@ _HOMES = {
     "barchan.rollout.sync": ("Run", "Group", "Rollout"),
     "barchan.rollout.task": ("Task",),
     "barchan.rollout.calls": ("Observation", "ToolCall"),
-    "barchan.model.node": ("NodeInfo", "ImageInfo", "Budget"),
+    "barchan.model.node": ("NodeInfo", "ImageInfo", "LayerInfo", "Budget"),
+    "barchan.model.image": ("Rebased",),
+    "barchan.model.gc": ("GcReport",),
     "barchan.model.verdict": ("Verdict", "Evidence"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -127,6 +133,8 @@ __all__ = [
     "AsyncShell",
     "Terminal",
     "AsyncTerminal",
+    "TemplateBuilder",
+    "AsyncTemplateBuilder",
     # a client's runs: groups of rollouts
     "Run",
     "AsyncRun",
@@ -149,6 +157,9 @@ __all__ = [
     "FileInfo",
     "FileChange",
     "ImageInfo",
+    "LayerInfo",
+    "GcReport",
+    "Rebased",
     "NodeInfo",
     "Verdict",
     "Evidence",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 import barchan
 from barchan.errors import InvalidSpec, NotFound, TaskError
@@ -178,7 +179,7 @@ async def test_processes_that_ask_at_once(client: AsyncClient, node: NodeProcess
 
 
 async def test_a_step_that_fails(client: AsyncClient) -> None:
-    """The error has number, command, exit code and the end of the output; nothing is left."""
+    """The error has number, command, exit code and the end of the output; what was done before it is kept."""
     recipe = Recipe(
         base="debian", steps=(Run(command="true"), Run(command="seq 100000; echo told >&2; exit 7"), Run(command="x"))
     )
@@ -188,7 +189,21 @@ async def test_a_step_that_fails(client: AsyncClient) -> None:
     assert "step 2 of 3, run `seq 100000; echo told >&2; exit 7`, ended with exit code 7:\n" in text
     assert text.endswith("99999\n100000\ntold") and len(text) < 4000
     assert failed.value.details == {"step": 2, "exit_code": 7}
-    assert await left(client) == []
+    assert await left(client) == [await build(client, Recipe(base="debian", steps=(Run(command="true"),)))]
+
+
+async def test_a_command_does_not_run_again(client: AsyncClient, tmp_path: Path) -> None:
+    """After equal steps on an equal base its image is found, whatever comes then; a change before it makes it run."""
+    (tmp_path / "file").write_text("one")
+    put = Put(path="/file", source=str(tmp_path / "file"))
+    slow = Run(command="cat /proc/sys/kernel/random/uuid > /id")
+    ids = []
+    for steps in ((slow, Run(command="echo 1 > /x")), (slow, put, Run(command="echo 2 > /x")), (put, slow)):
+        image = await build(client, Recipe(base="debian", steps=steps))
+        ids.append(await read(client, image, "cat /id"))
+    assert ids[0] == ids[1] != ids[2]
+    found = {image.name: image for image in await client.images()}[image]
+    assert found.base_layers == 1 and len(found.layers) == 2
 
 
 async def test_how_else_a_step_fails(client: AsyncClient) -> None:
@@ -266,4 +281,35 @@ async def test_a_builder_that_is_killed(client: AsyncClient, node: NodeProcess, 
     await asyncio.to_thread(builder.communicate, timeout=DEADLINE_S)
     image = await (waiter or build(client, recipe))
     assert await read(client, image, "cat /first /x") == f"1{asked}"
-    assert await left(client) == [image]
+    first = await build(client, replace(recipe, steps=recipe.steps[:2]))
+    assert await left(client) == sorted([first, image])
+
+
+async def test_an_image_step_by_step(client: AsyncClient, tmp_path: Path) -> None:
+    """The builder makes a named image of its base, the layers of others, files and commands; each call is a new one."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "main.py").write_text("print('main')\n")
+    await client.template("debian").run("echo tool > /tool").env(TOOL="t").build("toolkit")
+    begun = (
+        client.template("debian").layer("toolkit").run("cp /tool /copy").copy(tmp_path / "src", "/app", user="agent")
+    )
+    image = await begun.env(A="1").workdir("/app").user("agent").run("echo $A > a; pwd >> a").build("mine")
+    other = await begun.build()
+    assert (image.name, image.user, image.workdir) == ("mine", "agent", "/app")
+    assert (image.env["A"], image.env["TOOL"]) == ("1", "t")
+    assert other.name.startswith(PREFIX) and "A" not in other.env
+    assert await read(client, "mine", "cat /copy a; id -un; python3 main.py; stat -c %U a") == (
+        "tool\n1\n/app\nagent\nmain\nagent"
+    )
+    assert (image.base_layers, len(image.layers)) == (1, 4)  # the toolkit's, and one of each command
+    assert await read(client, "toolkit", "echo /copy* /app* /tool") == "/copy* /app* /tool"
+
+
+def test_an_image_step_by_step_without_async(node: NodeProcess) -> None:
+    """The synchronous face does the same."""
+    with barchan.connect(state_dir=node.state_dir) as client:
+        image = client.template("debian").run("echo made > /made").build("sync-made")
+        with client.create("debian", layers=["sync-made"]) as sandbox:
+            assert sandbox.exec("cat /made").text == "made\n"
+        assert client.name_image(image.digest, "other-name").digest == image.digest
+        assert client.rebase("sync-made", "debian") == []

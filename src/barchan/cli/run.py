@@ -20,6 +20,7 @@ def run(
     template: str,
     /,
     *command: str,
+    layer: Words = (),
     keep: bool = False,
     tty: Annotated[bool, Parameter(name=("--tty", "-t"))] = False,
     memory_mib: int | None = None,
@@ -47,10 +48,12 @@ def run(
         barchan run debian --tty -- bash
         barchan run debian --memory-mib 256 --timeout-s 10 -- ./prove < data
         barchan run debian --keep --ttl-s 600
+        barchan run debian --layer toolkit --layer task -- make test
 
     Args:
         template: Name or digest of an image.
         command: The program and its arguments; options of its own need a `--` before.
+        layer: An image whose own layers go above the template's; may be repeated, the last one is topmost.
         keep: Let the sandbox live on, detached; its id is the last line of stdout.
         tty: Give the command a terminal.
         memory_mib: Memory of the guest. [default: 512]
@@ -69,6 +72,7 @@ def run(
     if not command and not keep:
         raise InvalidSpec(f"no command (try: barchan run {template} -- COMMAND, or --keep to create only)")
     options: dict[str, Any] = {
+        "layers": layer or None,
         "memory_mib": memory_mib,
         "cpus": cpus,
         "pids_max": pids_max,

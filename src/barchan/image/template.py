@@ -9,10 +9,10 @@ import msgspec
 from msgspec import Struct
 
 from barchan.errors import InvalidSpec
+from barchan.model.image import GUEST_PATH as GUEST_PATH
 from barchan.model.sandbox import DEFAULT_USER, Name
 
 FORMAT = 1
-GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LAYERS_MAX = 64  # that a sandbox can be made of
 # lazy: its index is here, its data in a blob store, read on demand
 LayerKind = Literal["erofs", "dir", "lazy"]

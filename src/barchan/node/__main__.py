@@ -36,6 +36,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--state-dir", type=Path, required=True, help="where this node keeps everything it owns")
     parser.add_argument("--listen", metavar="HOST:PORT", help="also serve HTTP here, with a bearer token")
     parser.add_argument("--token-file", type=Path, help="holds the token; made with a fresh one if missing")
+    parser.add_argument("--store", metavar="URL", default="", help="blob store of images that are not here")
     parser.add_argument("--idle-exit-s", type=float, default=30.0, help="end after this long idle and empty; 0: never")
     for name, what in LIMITS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
@@ -165,7 +166,7 @@ async def _run(arguments: argparse.Namespace) -> None:
     reader = ReaderSettings(cache_mib=arguments.image_cache_mib)
     if arguments.image_wait_s is not None:
         reader = replace(reader, wait_s=arguments.image_wait_s)
-    sandboxes = Sandboxes(arguments.state_dir, limits, version, tuple(arguments.weaken), reader)
+    sandboxes = Sandboxes(arguments.state_dir, limits, version, tuple(arguments.weaken), reader, arguments.store)
     gc.collect()
     gc.freeze()  # what is loaded now stays: collections need not walk it again and again
     gc.set_threshold(50_000, 20, 50)

@@ -11,7 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from barchan.core.admission import Limits, Load, decide
+from barchan.core.egress import parse_allow
+from barchan.errors import InvalidSpec
+from barchan.model.sandbox import SandboxSpec
 
+LAYER_IMAGES_MAX = 128  # each is checked against each
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -30,6 +34,24 @@ def default_limits() -> Limits:
         queued_max=4096,
         running_max=min(30_000, max(16, memory_available_mib() // 4)),
     )
+
+
+def check_spec(spec: SandboxSpec, memory_mib: int, cpus: int) -> None:
+    """Raise `InvalidSpec` for a sandbox that no node could run, or none with so much memory and so many processors."""
+    if spec.lease_id is None and not spec.detach:
+        raise InvalidSpec("a sandbox belongs to a lease (lease_id), or is detached (detach=true) and ends by its ttl_s")
+    if spec.detach and spec.ttl_s is None and spec.idle_timeout_s is None:
+        raise InvalidSpec("a detached sandbox needs ttl_s or idle_timeout_s, or nothing would ever end it")
+    parse_allow(spec.allow_hosts)
+    if spec.memory_mib > memory_mib or spec.cpus > cpus:
+        raise InvalidSpec(
+            f"memory_mib={spec.memory_mib}, cpus={spec.cpus:g} can never fit this node: "
+            f"it has {memory_mib} MiB and {cpus} processors"
+        )
+    if (spec.network == "allow") != bool(spec.allow_hosts):
+        raise InvalidSpec('allow_hosts goes with network="allow", and network="allow" needs at least one host')
+    if len(spec.layers) > LAYER_IMAGES_MAX:
+        raise InvalidSpec(f"layers names {len(spec.layers)} images, more than {LAYER_IMAGES_MAX}")
 
 
 class Admission:

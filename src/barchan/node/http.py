@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -11,9 +11,11 @@ from aiohttp import web
 
 from barchan.backends.guest import GuestProcess
 from barchan.errors import BackendError, BarchanError, Denied, InvalidSpec
+from barchan.model.gc import GcRequest
+from barchan.model.image import NameRequest, RebaseRequest
 from barchan.model.node import Killed, LeaseRequest, SnapshotRequest
 from barchan.model.sandbox import ExecRequest, OutputChunk, SandboxSpec, StartRequest
-from barchan.node import snapshots
+from barchan.node import gc, snapshots
 from barchan.node.collect import Stream, encode_chunk, output_chunk
 from barchan.node.live import Live
 from barchan.node.sandboxes import Sandboxes
@@ -126,10 +128,33 @@ class Server:
         return _reply(request, Killed(killed=await self._sandboxes.end_lease(request.match_info["lease_id"])))
 
     async def image_list(self, request: web.Request) -> web.StreamResponse:
-        return _reply(request, self._sandboxes.images.list())
+        return _reply(request, await asyncio.to_thread(self._sandboxes.images.list))
 
     async def image_remove(self, request: web.Request) -> web.StreamResponse:
         return _reply(request, await snapshots.remove_image(self._sandboxes, request.match_info["name"]))
+
+    async def image_gc(self, request: web.Request) -> web.StreamResponse:
+        asked: GcRequest = await self._body(request, "image_gc")
+        return _reply(request, await gc.collect(self._sandboxes, asked))
+
+    async def layer_list(self, request: web.Request) -> web.StreamResponse:
+        return _reply(request, await gc.layers(self._sandboxes))
+
+    async def image_name(self, request: web.Request) -> web.StreamResponse:
+        asked: NameRequest = await self._body(request, "image_name")
+        return _reply(request, await self._sandboxes.templates.name(asked))
+
+    async def image_rebase(self, request: web.Request) -> web.StreamResponse:
+        asked: RebaseRequest = await self._body(request, "image_rebase")
+        async with aclosing(self._sandboxes.templates.rebase(asked)) as done:
+            first = await anext(done, None)  # a failure before the first image is still an HTTP error
+            response = await _stream(request)
+            if first is not None:
+                await response.write(encode_chunk(first, packed=_packed(request)))
+            async for rebased in done:
+                await response.write(encode_chunk(rebased, packed=_packed(request)))
+            await response.write_eof()
+            return response
 
     # sandboxes
 

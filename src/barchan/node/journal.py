@@ -13,7 +13,7 @@ from msgspec import Struct
 from barchan.errors import RequirementMissing
 from barchan.image.template import Template
 from barchan.model.node import LeaseRequest
-from barchan.model.sandbox import Phase, SandboxSpec
+from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sandbox (
@@ -42,6 +42,23 @@ class Row(Struct, frozen=True, kw_only=True):
     create_ms: float
     ended_unix_s: float | None
     end_cause: str | None
+
+    def info(self, node_id: str) -> SandboxInfo:
+        """What a node says of a sandbox that is no more."""
+        return SandboxInfo(
+            sandbox_id=self.sandbox_id,
+            node_id=node_id,
+            phase=self.phase,
+            template=self.template.name,
+            template_digest=self.template.digest,
+            spec=self.spec,
+            created_unix_s=self.created_unix_s,
+            age_s=(self.ended_unix_s or time.time()) - self.created_unix_s,
+            idle_s=0.0,
+            create_ms=self.create_ms,
+            processes_running=0,
+            end_cause=self.end_cause,
+        )
 
 
 class Journal:

@@ -14,7 +14,6 @@ from barchan import backends
 from barchan.backends.base import Backend, Ended
 from barchan.backends.container.lazy import ReaderSettings
 from barchan.core.admission import Limits
-from barchan.core.egress import parse_allow
 from barchan.core.lifecycle import Fact, next_phase
 from barchan.errors import (
     BackendError,
@@ -23,7 +22,6 @@ from barchan.errors import (
     CallerError,
     CapacityError,
     Conflict,
-    InvalidSpec,
     NodeLost,
     NotFound,
     SandboxExpired,
@@ -31,9 +29,11 @@ from barchan.errors import (
     TransportError,
 )
 from barchan.image.store import ImageStore
+from barchan.image.template import Template
 from barchan.model.node import NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
-from barchan.node.admission import Admission, memory_available_mib
+from barchan.node.admission import Admission, check_spec, memory_available_mib
+from barchan.node.images import NodeImages
 from barchan.node.journal import Journal, Row
 from barchan.node.leases import Leases, Over
 from barchan.node.live import Live
@@ -52,8 +52,10 @@ class Sandboxes:
         version: str,
         weaken: tuple[str, ...] = (),
         reader: ReaderSettings = ReaderSettings(),  # noqa: B008 - frozen
+        store_url: str = "",
     ) -> None:
         self.images = ImageStore(state_dir / "images")
+        self.templates = NodeImages(self.images, store_url)
         self.journal = Journal(state_dir / "journal.sqlite")
         self.node_id = self.journal.meta("node_id", f"node_{secrets.token_hex(4)}")
         self.admission = Admission(limits, state_dir)
@@ -186,24 +188,42 @@ class Sandboxes:
             CapacityError: No room. InvalidSpec, NotFound: The wish itself. SandboxLost, BackendError: It failed.
         """
         self.touch()
-        if spec.create_id is not None:
-            before = self.by_create.get(spec.create_id)
-            if before is None:
-                row = self.journal.find_create(spec.create_id)
-                if row is not None:
-                    raise self._gone(row)
-            else:
-                if _identity(before.spec) != _identity(self.leases.labelled(spec, before.spec.lease_id)):
-                    raise Conflict(
-                        f"create id {spec.create_id!r} was used for another sandbox", create_id=spec.create_id
-                    )
-                await asyncio.shield(before.booted)
-                if before.ending is not None:
-                    raise self._why_not(before.sandbox_id)
-                self._hand_over(before, spec)
-                return before.info(self.node_id)
-        self._check(spec)
-        template = self.images.resolve(spec.template)
+        live = self._made_before(spec)
+        if live is None:
+            if spec.lease_id is not None:
+                self.leases.get(spec.lease_id)  # NotFound unless there is one
+            check_spec(spec, self._memory_mib, self._cpus)
+            template = await self.templates.template_for(spec)
+            live = self._made_before(spec)  # meanwhile, by a repetition of this request
+            if live is None:
+                live = self._begin(spec, template)
+                await asyncio.shield(live.booted)
+                return live.info(self.node_id)
+        await asyncio.shield(live.booted)
+        if live.ending is not None:
+            raise self._why_not(live.sandbox_id)
+        self._hand_over(live, spec)
+        return live.info(self.node_id)
+
+    def _made_before(self, spec: SandboxSpec) -> Live | None:
+        """The sandbox of the same `create_id`.
+
+        Raises:
+            Conflict: It was asked to be another. SandboxExpired, SandboxLost: It has ended.
+        """
+        if spec.create_id is None:
+            return None
+        before = self.by_create.get(spec.create_id)
+        if before is None:
+            row = self.journal.find_create(spec.create_id)
+            if row is not None:
+                raise self._gone(row)
+        elif _identity(before.spec) != _identity(self.leases.labelled(spec, before.spec.lease_id)):
+            raise Conflict(f"create id {spec.create_id!r} was used for another sandbox", create_id=spec.create_id)
+        return before
+
+    def _begin(self, spec: SandboxSpec, template: Template) -> Live:
+        """Let it in and start it; `booted` tells how that went."""
         sandbox_id = f"sb_{self.node_id[5:]}_{secrets.token_hex(6)}"
         priority = 0
         if spec.lease_id is not None:
@@ -213,8 +233,7 @@ class Sandboxes:
         if spec.create_id is not None:
             self.by_create[spec.create_id] = live
         live.maker = self._spawn(self._make(live, priority))
-        await asyncio.shield(live.booted)
-        return live.info(self.node_id)
+        return live
 
     def _hand_over(self, live: Live, spec: SandboxSpec) -> None:
         """A sandbox whose lease nobody holds any more goes over to the lease of whoever asks for it again: its creator
@@ -226,24 +245,6 @@ class Sandboxes:
             self.leases.leave(live.spec.lease_id, live.sandbox_id)
             live.spec = self.leases.labelled(spec, spec.lease_id)
             self.journal.rehold(live.sandbox_id, live.spec)
-
-    def _check(self, spec: SandboxSpec) -> None:
-        if spec.lease_id is not None:
-            self.leases.get(spec.lease_id)  # NotFound unless there is one
-        if spec.lease_id is None and not spec.detach:
-            raise InvalidSpec(
-                "a sandbox belongs to a lease (lease_id), or is detached (detach=true) and ends by its ttl_s"
-            )
-        if spec.detach and spec.ttl_s is None and spec.idle_timeout_s is None:
-            raise InvalidSpec("a detached sandbox needs ttl_s or idle_timeout_s, or nothing would ever end it")
-        parse_allow(spec.allow_hosts)
-        if spec.memory_mib > self._memory_mib or spec.cpus > self._cpus:
-            raise InvalidSpec(
-                f"memory_mib={spec.memory_mib}, cpus={spec.cpus:g} can never fit this node: "
-                f"it has {self._memory_mib} MiB and {self._cpus} processors"
-            )
-        if (spec.network == "allow") != bool(spec.allow_hosts):
-            raise InvalidSpec('allow_hosts goes with network="allow", and network="allow" needs at least one host')
 
     async def _make(self, live: Live, priority: int) -> None:
         began = time.monotonic()
@@ -327,20 +328,7 @@ class Sandboxes:
         row = self.journal.find(sandbox_id)
         if row is None:
             raise NotFound(f"no sandbox {sandbox_id} on this node", sandbox_id=sandbox_id)
-        return SandboxInfo(
-            sandbox_id=sandbox_id,
-            node_id=self.node_id,
-            phase=row.phase,
-            template=row.template.name,
-            template_digest=row.template.digest,
-            spec=row.spec,
-            created_unix_s=row.created_unix_s,
-            age_s=(row.ended_unix_s or time.time()) - row.created_unix_s,
-            idle_s=0.0,
-            create_ms=row.create_ms,
-            processes_running=0,
-            end_cause=row.end_cause,
-        )
+        return row.info(self.node_id)
 
     def matching(self, labels: dict[str, str], create_id: str | None) -> list[Live]:
         candidates: Iterable[Live] = self.live.values()
@@ -484,6 +472,7 @@ class Sandboxes:
             create_failures_total=self.create_failures_total,
             memory_available_mib=memory_available_mib(),
             backends=tuple(backends.BACKENDS),
+            store=self.templates.remote.url if self.templates.remote is not None else "",
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from barchan.core.finished import finished
 from barchan.errors import BackendError, BarchanError, CapacityError, NotFound, RequirementMissing
 from barchan.image.pack import make_distinct
-from barchan.image.store import ImageStore, NewLayer, image_info
+from barchan.image.store import NewLayer, image_info
 from barchan.image.template import LAYERS_MAX, Layer, Template, TemplateConfig
 from barchan.model.node import ImageInfo, SnapshotRequest
+from barchan.node.images import NodeImages
 from barchan.node.live import Live
 from barchan.node.sandboxes import Sandboxes
 
@@ -36,7 +37,7 @@ async def snapshot(sandboxes: Sandboxes, live: Live, asked: SnapshotRequest) -> 
         # Those below are merged first, where the new one would be one too many: the sandbox needn't wait for that.
         below, base_layers = await sandboxes.templates.fitted(live.template.layers, config.base_layers, LAYERS_MAX - 1)
         config = replace(config, base_layers=base_layers)
-        template = await _snapshot(sandboxes.images, live, config, below, is_named=asked.name is not None)
+        template = await _snapshot(sandboxes.templates, live, config, below, is_named=asked.name is not None)
     except (BarchanError, OSError) as error:
         sandboxes.get(live.sandbox_id)  # one that has ended meanwhile says so
         if isinstance(error, BarchanError):
@@ -63,6 +64,8 @@ def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
         user=below.user if asked.user is None else asked.user,
         workdir=below.workdir if asked.workdir is None else asked.workdir,
         env=below.env if asked.env is None else asked.env,
+        entrypoint=below.entrypoint,
+        cmd=below.cmd,
         base_layers=len(below.layers) if asked.base_layers is None else min(asked.base_layers, len(below.layers)),
         source=f"snapshot of {live.sandbox_id}, from {' + '.join((below.name, *live.spec.layers))}",
     )
@@ -76,11 +79,11 @@ def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
 
 
 async def _snapshot(
-    images: ImageStore, live: Live, config: TemplateConfig, below: tuple[Layer, ...], *, is_named: bool
+    images: NodeImages, live: Live, config: TemplateConfig, below: tuple[Layer, ...], *, is_named: bool
 ) -> Template:
     with_workspace = ExitStack()
     try:
-        workspace = await finished(asyncio.to_thread(with_workspace.enter_context, images.workspace()))
+        workspace = await finished(asyncio.to_thread(with_workspace.enter_context, images.store.workspace()))
         packed = workspace / "layer.erofs"
         await live.handle.pack(packed)
         try:
@@ -88,12 +91,13 @@ async def _snapshot(
         except asyncio.CancelledError:
             if not is_named:  # nobody would ever ask for it
                 with suppress(NotFound):
-                    await finished(asyncio.to_thread(images.remove, config.name))
+                    await finished(asyncio.to_thread(images.store.remove, config.name))
             raise
     finally:
         await finished(asyncio.to_thread(with_workspace.close))
 
 
-def _commit(images: ImageStore, config: TemplateConfig, packed: Path, below: tuple[Layer, ...]) -> Template:
+def _commit(images: NodeImages, config: TemplateConfig, packed: Path, below: tuple[Layer, ...]) -> Template:
+    images.drop_needless_opaque(packed, below)
     digest = make_distinct(packed, {layer.digest for layer in below})
-    return images.commit(config, (NewLayer(Layer(digest, "erofs"), packed), *below))
+    return images.store.commit(config, (NewLayer(Layer(digest, "erofs"), packed), *below))

@@ -30,15 +30,17 @@ from barchan.errors import (
     SandboxLost,
     TaskError,
 )
+from barchan.model.image import BUILT_PREFIX, layered_env
 from barchan.model.node import ImageInfo
 from barchan.model.sandbox import Network, ProcessInfo, SandboxSpec
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.put import put_digest, put_files
-from barchan.sdk.recipe import Put, Recipe, Run
+from barchan.sdk.recipe import Put, Recipe, Run, Step, Take
+from barchan.sdk.take import take_files
 
-PREFIX = "prep-"
-FORMAT = 1  # of the names: a change of what a step does needs another
+PREFIX = BUILT_PREFIX
+FORMAT = 2  # of the names: a change of what a step does needs another
 PIDS_MAX = 2048
 CREATE_IDS_MAX = 200  # the node remembers an ended one for an hour
 LOSSES_MAX = 3
@@ -79,16 +81,31 @@ async def build(client: AsyncClient, recipe: Recipe, *, progress: Progress | Non
     known = _KNOWN.setdefault(client, _Known())
     key = hashlib.sha256(msgspec.msgpack.encode(recipe)).digest()
     if key not in known.names:
-        known.names[key] = await _Build(client, known, progress or (lambda said: None)).image(by_network(recipe))
+        known.names[key] = await _Build(client, known, progress or (lambda said: None)).image(recipe)
     return known.names[key]
 
 
 class _Made(NamedTuple):
-    """The image that a recipe makes."""
+    """The image that a recipe makes, or a part of its steps.
+
+    Attributes:
+        recipe: Whose steps these are; its base and layers are the two below.
+        before: Steps of the same recipe that are in the base already.
+        total: Steps of that recipe.
+        taken: For each step the image that it takes from, if it does.
+    """
 
     name: str
     recipe: Recipe
     base: "_Made | ImageInfo"
+    layers: tuple[ImageInfo, ...]
+    before: int
+    total: int
+    taken: "tuple[_Made | ImageInfo | None, ...]"
+
+    def place(self, index: int) -> str:
+        """A step of this part, in the words of an error or of progress."""
+        return f"step {self.before + index + 1} of {self.total}"
 
 
 class _Build:
@@ -99,18 +116,21 @@ class _Build:
 
     async def image(self, recipe: Recipe) -> str:
         images = await self._client.images()
-        while not (recipe.steps or recipe.env or recipe.user or recipe.workdir):  # nothing is added
+        while not (recipe.layers or recipe.steps or recipe.env or recipe.user or recipe.workdir):  # nothing is added
             if isinstance(recipe.base, str):
-                return _resolve(recipe.base, images).name
+                return resolve(recipe.base, images).name
             recipe = recipe.base
         made = await asyncio.to_thread(plan, recipe, images)
         return (await self._ensure(made, {image.name: image for image in images})).name
 
-    async def _ensure(self, made: _Made, images: dict[str, ImageInfo]) -> ImageInfo:
-        if made.name in images:
-            return images[made.name]
-        base = made.base if isinstance(made.base, ImageInfo) else await self._ensure(made.base, images)
-        return await self._begin(made, base)
+    async def _ensure(self, made: _Made | ImageInfo, images: dict[str, ImageInfo]) -> ImageInfo:
+        if isinstance(made, ImageInfo):
+            return made
+        if made.name not in images:
+            base = await self._ensure(made.base, images)
+            taken = [None if image is None else await self._ensure(image, images) for image in made.taken]
+            images[made.name] = await self._begin(made._replace(taken=tuple(taken)), base)
+        return images[made.name]
 
     async def _begin(self, made: _Made, base: ImageInfo) -> ImageInfo:
         """Build it, or see it built by whoever began before."""
@@ -146,9 +166,11 @@ class _Build:
         network, allow_hosts = network_of(recipe)
         spec = SandboxSpec(
             template=base.digest,
+            layers=tuple(image.digest for image in made.layers),
             memory_mib=recipe.memory_mib,
             disk_mib=recipe.disk_mib,
             pids_max=PIDS_MAX,
+            root="capable",
             network=network,
             allow_hosts=allow_hosts,
             ttl_s=sum(step.timeout_s for step in recipe.steps if isinstance(step, Run)) + _MARGIN_S,
@@ -192,18 +214,20 @@ class _Build:
         recipe = made.recipe
         try:
             for index, step in enumerate(recipe.steps):
-                self._progress(f"step {index + 1} of {len(recipe.steps)}: {described(step)}")
+                self._progress(f"{made.place(index)}: {described(step)}")
                 if isinstance(step, Run):
                     await self._run(sandbox, made, index, step)
                 else:
-                    await _put(sandbox, made, index, step)
+                    await self._put(sandbox, made, index, step)
             self._progress("keeping the image")
             try:
                 return await sandbox.snapshot(
                     made.name,
-                    env={**base.env, **recipe.env},
+                    env={**layered_env(base.env, [image.env for image in made.layers]), **recipe.env},
                     user=recipe.user or base.user,
                     workdir=recipe.workdir or base.workdir,
+                    # Of the image that the recipe names at its very bottom: all above it is what was added.
+                    base_layers=base.base_layers if isinstance(made.base, _Made) else len(base.layers),
                 )
             except (GuestError, InvalidSpec) as error:
                 raise TaskError(f"building {made.name}: what the steps left can't be an image: {error}") from error
@@ -229,6 +253,24 @@ class _Build:
         end = await process.wait(timeout_s=None)
         if end.exit_code != 0 or end.timed_out:
             raise await _failure(sandbox, made, index, end)
+
+    async def _put(self, sandbox: AsyncSandbox, made: _Made, index: int, step: Put | Take) -> None:
+        try:
+            if isinstance(step, Put):
+                await put_files(sandbox, step, root_is_capable=True)
+                return
+            image = made.taken[index]
+            assert isinstance(image, ImageInfo)
+            spec = SandboxSpec(template=image.digest, root="capable", ttl_s=_MARGIN_S, labels={"build": made.name})
+            async with await self._client.create(spec) as source:
+                await take_files(source, sandbox, step)
+        except (SandboxExpired, SandboxLost):
+            raise
+        except (CallerError, GuestError, TaskError) as error:
+            raise TaskError(
+                f"building {made.name}: {made.place(index)}, {described(step)}: {error}",
+                step=made.before + index + 1,
+            ) from error
 
     async def _watch(self, sandbox: AsyncSandbox, made: _Made) -> ImageInfo:
         """Wait for the end of another's build.
@@ -256,18 +298,6 @@ class _Build:
         return image
 
 
-async def _put(sandbox: AsyncSandbox, made: _Made, index: int, step: Put) -> None:
-    try:
-        await put_files(sandbox, step)
-    except (SandboxExpired, SandboxLost):
-        raise
-    except CallerError as error:
-        raise TaskError(
-            f"building {made.name}: step {index + 1} of {len(made.recipe.steps)}, {described(step)}: {error}",
-            step=index + 1,
-        ) from error
-
-
 async def _failure(sandbox: AsyncSandbox, made: _Made, index: int, end: ProcessInfo) -> TaskError:
     step = made.recipe.steps[index]
     timeout = f"ran out of its time of {step.timeout_s:g} s" if isinstance(step, Run) and end.timed_out else ""
@@ -275,8 +305,8 @@ async def _failure(sandbox: AsyncSandbox, made: _Made, index: int, end: ProcessI
     how = timeout or memory or f"ended with exit code {end.exit_code}"
     said = await _tail(sandbox, end.process_id)
     return TaskError(
-        f"building {made.name}: step {index + 1} of {len(made.recipe.steps)}, {described(step)}, {how}{said}",
-        step=index + 1,
+        f"building {made.name}: {made.place(index)}, {described(step)}, {how}{said}",
+        step=made.before + index + 1,
         exit_code=end.exit_code or 0,
     )
 
@@ -298,35 +328,91 @@ async def _tail(sandbox: AsyncSandbox, process_id: str) -> str:
 
 def plan(recipe: Recipe, images: list[ImageInfo]) -> _Made:
     """The names of what there is to build. Reads every source, so that a missing one is said before anything starts."""
-    base = plan(recipe.base, images) if isinstance(recipe.base, Recipe) else _resolve(recipe.base, images)
+    base = _planned(recipe.base, images)
+    layers = tuple(resolve(name, images) for name in recipe.layers)
+    parts = parted(recipe.steps)
+    before = 0
+    for part in parts[:-1]:
+        whole = replace(recipe, steps=part, env={}, user=None, workdir=None)
+        base = _made(whole, base, layers, before, len(recipe.steps), images)
+        layers, before = (), before + len(part)
+    whole = replace(recipe, steps=parts[-1])
+    return _made(whole, base, layers, before, len(recipe.steps), images)
+
+
+def _planned(base: str | Recipe, images: list[ImageInfo]) -> _Made | ImageInfo:
+    return plan(base, images) if isinstance(base, Recipe) else resolve(base, images)
+
+
+def _made(
+    recipe: Recipe,
+    base: _Made | ImageInfo,
+    layers: tuple[ImageInfo, ...],
+    before: int,
+    total: int,
+    images: list[ImageInfo],
+) -> _Made:
+    taken = tuple(_planned(step.image, images) if isinstance(step, Take) else None for step in recipe.steps)
+    return _Made(_name(recipe, base, layers, taken), recipe, base, layers, before, total, taken)
+
+
+def parted(steps: tuple[Step, ...]) -> list[tuple[Step, ...]]:
+    """Steps by the images that are kept of them: one ends with each command, so that it need not run again."""
+    parts: list[tuple[Step, ...]] = [()]
+    for step in steps:
+        if parts[-1] and isinstance(parts[-1][-1], Run):
+            parts.append(())
+        parts[-1] += (step,)
+    return parts
+
+
+def _name(
+    recipe: Recipe,
+    base: _Made | ImageInfo,
+    layers: tuple[ImageInfo, ...],
+    taken: tuple[_Made | ImageInfo | None, ...],
+) -> str:
     content = {
         "format": FORMAT,
-        "base": base.name if isinstance(base, _Made) else base.digest,
-        "steps": [_content(step) for step in recipe.steps],
+        "base": _key(base),
+        "layers": [image.digest for image in layers],
+        "steps": [_content(step, image) for step, image in zip(recipe.steps, taken, strict=True)],
         "env": dict(sorted(recipe.env.items())),
         "user": recipe.user,
         "workdir": recipe.workdir,
     }
-    name = PREFIX + hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:24]
-    return _Made(name, recipe, base)
+    return PREFIX + hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:24]
 
 
-def _content(step: Run | Put) -> object:
+def _key(image: _Made | ImageInfo | None) -> str:
+    if isinstance(image, _Made):
+        return image.name
+    return image.digest if image is not None else ""
+
+
+def _content(step: Step, taken: _Made | ImageInfo | None) -> object:
     if isinstance(step, Run):
         return replace(step, env=dict(sorted(step.env.items())))
+    if isinstance(step, Take):
+        return ["take", _key(taken), step.source, step.path, step.mode, step.user]
     digest = put_digest(step)
     name = step.source.rstrip("/").rpartition("/")[2] if step.source is not None else ""
     return [step.path, step.mode, step.user, name, digest]
 
 
-def _resolve(name: str, images: list[ImageInfo]) -> ImageInfo:
+def resolve(name: str, images: list[ImageInfo]) -> ImageInfo:
+    """The image of a name or digest.
+
+    Raises:
+        NotFound: The message says what there is.
+    """
     digest = name.removeprefix("sha256:")
     for image in images:
         if image.name == name or (len(digest) >= 12 and image.digest.startswith(digest)):
             return image
     have = ", ".join(image.name for image in images if not image.name.startswith(PREFIX)) or "none"
     raise NotFound(
-        f"the node has no image {name!r} to build on; there are: {have} (try: barchan image import dir:ROOTFS "
+        f"the node has no image {name!r} to build on; there are: {have} (try: barchan image pull dir:ROOTFS "
         f"--name {name}, or --base {name}=NAME for one that is there)",
         template=name,
     )
@@ -337,26 +423,13 @@ def network_of(recipe: Recipe) -> tuple[Network, tuple[str, ...]]:
     return next(((step.network, step.allow_hosts) for step in recipe.steps if isinstance(step, Run)), ("none", ()))
 
 
-def by_network(recipe: Recipe) -> Recipe:
-    """The same image, with one recipe for each run of steps that share a network: a sandbox has one for its life."""
-    base = by_network(recipe.base) if isinstance(recipe.base, Recipe) else recipe.base
-    groups: list[list[Run | Put]] = [[]]
-    network: tuple[Network, tuple[str, ...]] | None = None
-    for step in recipe.steps:
-        if isinstance(step, Run):
-            if network not in (None, (step.network, step.allow_hosts)):
-                groups.append([])
-            network = step.network, step.allow_hosts
-        groups[-1].append(step)
-    for group in groups[:-1]:
-        base = Recipe(base=base, steps=tuple(group), memory_mib=recipe.memory_mib, disk_mib=recipe.disk_mib)
-    return replace(recipe, base=base, steps=tuple(groups[-1]))
-
-
-def described(step: Run | Put) -> str:
+def described(step: Step) -> str:
     """A step in a few words."""
     if isinstance(step, Put):
         return f"put {step.path}"
+    if isinstance(step, Take):
+        of = step.image if isinstance(step.image, str) else "an earlier stage"
+        return f"take {step.source} of {of} to {step.path}"
     command = step.command if isinstance(step.command, str) else step.command[-1]
     if not isinstance(step.command, str) and step.command[:2] != ("/bin/sh", "-c"):
         command = " ".join(step.command)

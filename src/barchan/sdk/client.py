@@ -1,22 +1,26 @@
 """The synchronous faces of the client: each call runs its native twin on the SDK's own event loop and waits."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from barchan.errors import BarchanError
-from barchan.model.node import Budget, ImageInfo, NodeInfo
+from barchan.model.gc import GcReport
+from barchan.model.image import Rebased
+from barchan.model.node import Budget, ImageInfo, LayerInfo, NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.sdk.aio.client import CREATE_TIMEOUT_S, AsyncClient, connect_async
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.background import iterate, run
 from barchan.sdk.options import CreateOptions
+from barchan.sdk.recipe import Recipe
 from barchan.sdk.sandbox import Sandbox
 
 if TYPE_CHECKING:
     from barchan.rollout.sync import Run
+    from barchan.sdk.template import TemplateBuilder
 
 
 class Client:
@@ -135,6 +139,66 @@ class Client:
         """
         return run(self._twin.remove_image(name))
 
+    def collect_images(
+        self, *, unused_for_s: float | None = None, keep_bytes: int | None = None, dry_run: bool = False
+    ) -> GcReport:
+        """Make room on the node's disk: layers that no image names go, and the images that are asked for.
+
+        What a live sandbox was made of stays, so does the base of an image that stays, and what was made or used within
+        the last two minutes.
+
+        Args:
+            unused_for_s: Images from which no sandbox started for this long.
+            keep_bytes: Images until the others' layers take at most this; those that builds made for themselves first,
+                then those used longest ago.
+            dry_run: Say what would go, and remove nothing.
+        """
+        return run(self._twin.collect_images(unused_for_s=unused_for_s, keep_bytes=keep_bytes, dry_run=dry_run))
+
+    def layers(self) -> "list[LayerInfo]":
+        """The layers of the node's images, and how much of each is on its disk."""
+        return run(self._twin.layers())
+
+    def name_image(self, image: str, name: str) -> ImageInfo:
+        """Give an image, found by its name or digest, one more name; an image that has it gives way.
+
+        Raises:
+            NotFound: The node has no such image.
+        """
+        return run(self._twin.name_image(image, name))
+
+    def rebase(
+        self,
+        old: str,
+        new: str,
+        *,
+        names: Sequence[str] = (),
+        progress: Callable[[Rebased], None] | None = None,
+    ) -> "list[Rebased]":
+        """Put images that were built on one image on another one, without building them again.
+
+        Each is changed at once and whole; no layer is copied. Settings that an image has just as `old` has them, it
+        gets as `new` has them. One that can't lie on `new` stays as it was, and says why in `refused`.
+
+        Args:
+            names: Which images; none: all that were built on `old`, without those that recipes are named after.
+            progress: Told of each as it is done, on the SDK's own thread.
+
+        Raises:
+            NotFound: One of the images is not there; nothing was changed.
+        """
+        return run(self._twin.rebase(old, new, names=names, progress=progress))
+
+    def template(self, base: str | Recipe, *, memory_mib: int = 2048, disk_mib: int = 8192) -> "TemplateBuilder":
+        """Begin an image on top of another one: `template("debian").run(...).build("mine")`.
+
+        Args:
+            memory_mib: Of the sandboxes that its steps run in, as is `disk_mib`.
+        """
+        from barchan.sdk.template import TemplateBuilder  # which is built on the native client
+
+        return TemplateBuilder(self._twin, Recipe(base=base, memory_mib=memory_mib, disk_mib=disk_mib))
+
     def list(self, *, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         """The live sandboxes of the node that have all these labels."""
         return run(self._twin.list(labels=labels))
@@ -148,7 +212,11 @@ class Client:
 
 
 def connect(
-    url: str | None = None, *, token: str | None = None, state_dir: str | os.PathLike[str] | None = None
+    url: str | None = None,
+    *,
+    token: str | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
+    store: str | os.PathLike[str] | None = None,
 ) -> Client:
     """Connect to a node.
 
@@ -160,9 +228,10 @@ def connect(
         token: That node's bearer token.
         state_dir: Where the user's own node keeps its state; by default /var/lib/barchan for root, else
             ~/.local/share/barchan.
+        store: The blob store that the user's own node has images from: a directory, or a URL as docs/images.md has it.
     """
 
     async def greeted() -> AsyncClient:
-        return await connect_async(url, token=token, state_dir=state_dir)
+        return await connect_async(url, token=token, state_dir=state_dir, store=store)
 
     return Client(run(greeted()))

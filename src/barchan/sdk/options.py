@@ -18,6 +18,7 @@ Request = TypeVar("Request", ExecRequest, StartRequest)
 class CreateOptions(TypedDict, total=False):
     """Fields of `SandboxSpec`; `allow` is short for `network="allow"` with these `allow_hosts`."""
 
+    layers: Sequence[str]
     backend: Literal["container"]
     memory_mib: int
     cpus: float
@@ -75,6 +76,10 @@ def sandbox_spec(template: str | SandboxSpec, options: CreateOptions) -> Sandbox
         if fields.get("network", "allow") != "allow" or isinstance(allow, str):
             raise InvalidSpec('allow= is a list of host names and means network="allow"')
         fields |= {"network": "allow", "allow_hosts": tuple(allow)}
+    if "layers" in fields:
+        if isinstance(fields["layers"], str):
+            raise InvalidSpec("layers= is a list of names of images")
+        fields["layers"] = tuple(fields["layers"])
     for name, checked in (("env", checked_env), ("labels", checked_labels)):
         if name in fields:
             fields[name] = checked(fields[name])

@@ -58,6 +58,7 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         workdir: str | None = None,
+        base_layers: int | None = None,
         timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> ImageInfo:
         """Make an image of its files as they are at one moment; the programs in it are stopped for that moment.
@@ -68,12 +69,15 @@ class Sandbox:
         Args:
             name: Of the image; one of that name gives way. None: a fresh one, `snap-...`.
             env: Replaces the environment of this sandbox's image in the new one, as do `user` and `workdir`.
+            base_layers: How many of the sandbox's bottom layers are the new image's base, and not its own. None: all.
 
         Raises:
             CapacityError: No room on the node's disk.
             GuestWrecked: The files can't be an image: directories without end, or sparse files without measure.
         """
-        return run(self._twin.snapshot(name, env=env, user=user, workdir=workdir, timeout_s=timeout_s))
+        return run(
+            self._twin.snapshot(name, env=env, user=user, workdir=workdir, base_layers=base_layers, timeout_s=timeout_s)
+        )
 
     def exec(self, command: Command, **options: Unpack[ExecOptions]) -> ExecResult:
         """Run a program to its end; a string runs in a shell. What it does is in the result, never an exception.

@@ -20,7 +20,9 @@ from barchan.errors import (
     SandboxExpired,
     from_wire,
 )
-from barchan.model.node import ImageInfo, Killed, LeaseInfo, LeaseRequest, NodeInfo, SnapshotRequest
+from barchan.model.gc import GcReport, GcRequest
+from barchan.model.image import NameRequest, Rebased, RebaseRequest
+from barchan.model.node import ImageInfo, Killed, LayerInfo, LeaseInfo, LeaseRequest, NodeInfo, SnapshotRequest
 from barchan.model.sandbox import (
     ExecRequest,
     ExecResult,
@@ -127,6 +129,13 @@ ROUTES: tuple[Route, ...] = (
     Route("image_list", "GET", "/v1/images", list[ImageInfo], summary="Templates this node can start."),
     Route("image_remove", "DELETE", "/v1/images/{name}", ImageInfo,
           summary="Forget an image (a `/` in its name as %2F); sandboxes that run keep their files."),
+    Route("image_gc", "POST", "/v1/images/gc", GcReport, body=GcRequest, body_kind="value",
+          summary="Remove layers that no image names, and images by age or budget; none that a sandbox or another image needs."),
+    Route("layer_list", "GET", "/v1/layers", list[LayerInfo], summary="The layers of this node's images, and how much of each is on its disk."),
+    Route("image_name", "POST", "/v1/images/name", ImageInfo, body=NameRequest, body_kind="value",
+          summary="Give an image one more name; an image that has it gives way."),
+    Route("image_rebase", "POST", "/v1/images/rebase", Rebased, "stream", RebaseRequest, "value",
+          summary="Put images that were built on one image on another one: a record for each, as it is done or refused."),
     Route("create", "POST", "/v1/sandboxes", SandboxInfo, body=SandboxSpec, body_kind="value", summary="Start a sandbox."),
     Route("list", "GET", "/v1/sandboxes", list[SandboxInfo], query={"label": list, "create_id": str},
           summary="Live sandboxes; `label=key=value` repeats and all must match."),

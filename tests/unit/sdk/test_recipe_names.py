@@ -7,7 +7,7 @@ import pytest
 
 from barchan.errors import InvalidSpec, NotFound
 from barchan.model.node import ImageInfo
-from barchan.sdk.build import PREFIX, by_network, plan
+from barchan.sdk.build import PREFIX, parted, plan
 from barchan.sdk.put import put_digest
 from barchan.sdk.recipe import Put, Recipe, Run
 
@@ -98,18 +98,24 @@ def test_a_base_that_is_not_there() -> None:
         name(Recipe(base="python:3", steps=(Run(command="x"),)))
 
 
-def test_steps_with_one_network_stay_together() -> None:
-    """Files need none, and a recipe whose commands agree is left as it is."""
-    steps = (Put(path="/a", data=b""), Run(command="x", network="open"), Put(path="/b", data=b""))
-    recipe = Recipe(base="debian", steps=steps, env={"A": "1"})
-    assert by_network(recipe) == recipe
+def test_a_part_ends_with_each_command() -> None:
+    """Files go with the command after them; what comes last is a part of its own."""
+    put, a, b = Put(path="/p", data=b""), Run(command="a"), Run(command="b", network="open")
+    assert parted((put, put, a, b, put)) == [(put, put, a), (b,), (put,)]
+    assert parted((put, a)) == [(put, a)]
+    assert parted(()) == [()]
 
 
-def test_steps_with_other_networks_are_parted() -> None:
-    """Each run of steps with one network becomes a recipe of its own, and the last one has the image's settings."""
-    a, b, c = Run(command="a"), Run(command="b", network="open"), Run(command="c")
-    put = Put(path="/p", data=b"")
-    recipe = Recipe(base="debian", steps=(a, put, b, b, c), user="agent", memory_mib=100, disk_mib=200)
-    first = Recipe(base="debian", steps=(a, put), memory_mib=100, disk_mib=200)
-    second = Recipe(base=first, steps=(b, b), memory_mib=100, disk_mib=200)
-    assert by_network(recipe) == Recipe(base=second, steps=(c,), user="agent", memory_mib=100, disk_mib=200)
+def test_the_parts_of_a_recipe() -> None:
+    """Equal beginnings are one image, whatever follows; settings are the last part's, and steps count through."""
+    a, b, put = Run(command="a"), Run(command="b", network="open"), Put(path="/p", data=b"")
+    recipe = Recipe(base="debian", layers=("debian",), steps=(put, a, b), user="agent", memory_mib=100)
+    last = plan(recipe, [DEBIAN])
+    first = last.base
+    assert not isinstance(first, ImageInfo)
+    assert first.recipe == Recipe(base="debian", layers=("debian",), steps=(put, a), memory_mib=100)
+    assert (first.before, first.total, first.layers) == (0, 3, (DEBIAN,))
+    assert (last.recipe.steps, last.recipe.user, last.layers) == ((b,), "agent", ())
+    assert last.place(0) == "step 3 of 3"
+    assert first.name == name(Recipe(base="debian", layers=("d" * 64,), steps=(put, a)))
+    assert first.name != name(Recipe(base="debian", steps=(put, a)))

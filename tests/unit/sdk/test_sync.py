@@ -28,6 +28,7 @@ PAIRS = [
     (barchan.Files, barchan.AsyncFiles),
     (barchan.Shell, barchan.AsyncShell),
     (barchan.Terminal, barchan.AsyncTerminal),
+    (barchan.TemplateBuilder, barchan.AsyncTemplateBuilder),
     (barchan.Run, barchan.AsyncRun),
     (barchan.Group, barchan.AsyncGroup),
     (barchan.Rollout, barchan.AsyncRollout),

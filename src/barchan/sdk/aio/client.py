@@ -2,14 +2,16 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from msgspec.structs import replace
 
-from barchan.errors import BarchanError, ReadTimeout
-from barchan.model.node import Budget, ImageInfo, Killed, NodeInfo
+from barchan.errors import BarchanError, Conflict, ReadTimeout
+from barchan.model.gc import GcReport, GcRequest
+from barchan.model.image import NameRequest, Rebased, RebaseRequest
+from barchan.model.node import Budget, ImageInfo, Killed, LayerInfo, NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.cancel import clean_up, forget_error
@@ -18,14 +20,20 @@ from barchan.sdk.embedded import ensure_node
 from barchan.sdk.endpoint import Endpoint, checked_token, endpoint_of, remember_token, token_of
 from barchan.sdk.lease import Lease
 from barchan.sdk.options import CreateOptions, sandbox_spec
-from barchan.sdk.transport import Call, Transport, encode
+from barchan.sdk.recipe import Recipe
+from barchan.sdk.transport import Call, Transport, encode, records
 
 if TYPE_CHECKING:
     from barchan.rollout.run import AsyncRun
+    from barchan.sdk.template import AsyncTemplateBuilder
 
 NODE_INFO = Call("node_info", NodeInfo)
 IMAGES = Call("image_list", list[ImageInfo])
 IMAGE_REMOVE = Call("image_remove", ImageInfo)
+IMAGE_GC = Call("image_gc", GcReport)
+LAYERS = Call("layer_list", list[LayerInfo])
+IMAGE_NAME = Call("image_name", ImageInfo)
+IMAGE_REBASE = Call("image_rebase", Rebased)
 CREATE = Call("create", SandboxInfo)
 LIST = Call("list", list[SandboxInfo])
 KILL_MANY = Call("kill_many", Killed)
@@ -33,6 +41,8 @@ KILL_MANY = Call("kill_many", Killed)
 CREATE_TIMEOUT_S = 120.0
 _CREATING_MAX = 64  # at once, of one create_many; the node has bounds of its own
 _KILL_TIMEOUT_S = 120.0
+_GC_TIMEOUT_S = 600.0  # a layer may be a whole tree of files
+_REBASE_QUIET_S = 600.0  # while large images are looked into
 
 
 class AsyncClient:
@@ -219,6 +229,77 @@ class AsyncClient:
         """
         return await self._transport.value(IMAGE_REMOVE, IMAGE_REMOVE.target(name=name), resend=False)
 
+    async def collect_images(
+        self, *, unused_for_s: float | None = None, keep_bytes: int | None = None, dry_run: bool = False
+    ) -> GcReport:
+        """Make room on the node's disk: layers that no image names go, and the images that are asked for.
+
+        What a live sandbox was made of stays, so does the base of an image that stays, and what was made or used within
+        the last two minutes.
+
+        Args:
+            unused_for_s: Images from which no sandbox started for this long.
+            keep_bytes: Images until the others' layers take at most this; those that builds made for themselves first,
+                then those used longest ago.
+            dry_run: Say what would go, and remove nothing.
+        """
+        asked = GcRequest(unused_for_s=unused_for_s, keep_bytes=keep_bytes, dry_run=dry_run)
+        return await self._transport.value(IMAGE_GC, IMAGE_GC.target(), encode(asked), timeout_s=_GC_TIMEOUT_S)
+
+    async def layers(self) -> "list[LayerInfo]":
+        """The layers of the node's images, and how much of each is on its disk."""
+        return await self._transport.value(LAYERS, LAYERS.target())
+
+    async def name_image(self, image: str, name: str) -> ImageInfo:
+        """Give an image, found by its name or digest, one more name; an image that has it gives way.
+
+        Raises:
+            NotFound: The node has no such image.
+        """
+        return await self._transport.value(IMAGE_NAME, IMAGE_NAME.target(), encode(NameRequest(image=image, name=name)))
+
+    async def rebase(
+        self,
+        old: str,
+        new: str,
+        *,
+        names: Sequence[str] = (),
+        progress: Callable[[Rebased], None] | None = None,
+    ) -> "list[Rebased]":
+        """Put images that were built on one image on another one, without building them again.
+
+        Each is changed at once and whole; no layer is copied. Settings that an image has just as `old` has them, it
+        gets as `new` has them. One that can't lie on `new` stays as it was, and says why in `refused`.
+
+        Args:
+            names: Which images; none: all that were built on `old`, without those that recipes are named after.
+            progress: Told of each as it is done.
+
+        Raises:
+            NotFound: One of the images is not there; nothing was changed.
+        """
+        body = encode(RebaseRequest(old=old, new=new, names=tuple(names)))
+        response = await self._transport.open(IMAGE_REBASE, IMAGE_REBASE.target(), body, timeout_s=_REBASE_QUIET_S)
+        done: list[Rebased] = []
+        try:
+            async for rebased in records(response, IMAGE_REBASE, quiet_s=_REBASE_QUIET_S):
+                done.append(rebased)
+                if progress is not None:
+                    progress(rebased)
+        finally:
+            response.close()
+        return done
+
+    def template(self, base: str | Recipe, *, memory_mib: int = 2048, disk_mib: int = 8192) -> "AsyncTemplateBuilder":
+        """Begin an image on top of another one: `template("debian").run(...).build("mine")`.
+
+        Args:
+            memory_mib: Of the sandboxes that its steps run in, as is `disk_mib`.
+        """
+        from barchan.sdk.template import AsyncTemplateBuilder  # which is built on this client
+
+        return AsyncTemplateBuilder(self, Recipe(base=base, memory_mib=memory_mib, disk_mib=disk_mib))
+
     async def list(self, *, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         """The live sandboxes of the node that have all these labels."""
         return await self._transport.value(LIST, LIST.target({"label": _labels(labels or {})}))
@@ -234,8 +315,14 @@ class AsyncClient:
     async def greet(self) -> Self:
         """Ask the node who it is, starting this user's own if it doesn't run; a wrong address or token shows here."""
         if self.endpoint.state_dir is not None:
-            await asyncio.to_thread(ensure_node, self.endpoint.state_dir)
-        await self._transport.value(NODE_INFO, NODE_INFO.target(), patience_s=0)
+            await asyncio.to_thread(ensure_node, self.endpoint.state_dir, self.endpoint.store)
+        node = await self._transport.value(NODE_INFO, NODE_INFO.target(), patience_s=0)
+        if self.endpoint.store is not None and node.store != self.endpoint.store:
+            has = f"has images from {node.store}" if node.store else "was started without a store"
+            raise Conflict(
+                f"the node of {self.endpoint.state_dir} {has}, not with {self.endpoint.store} "
+                "(try: wait until it has ended, half a minute after its last use, or end it)"
+            )
         return self
 
 
@@ -278,10 +365,14 @@ class Connecting:
 
 
 def connect_async(
-    url: str | None = None, *, token: str | None = None, state_dir: str | os.PathLike[str] | None = None
+    url: str | None = None,
+    *,
+    token: str | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
+    store: str | os.PathLike[str] | None = None,
 ) -> Connecting:
     """The native twin of `connect()`: `client = await connect_async()`, or `async with connect_async() as client`."""
-    endpoint = endpoint_of(url, state_dir)
+    endpoint = endpoint_of(url, state_dir, store)
     if token is not None:
         checked_token(token)
         remember_token(endpoint, token)

@@ -76,6 +76,7 @@ class AsyncSandbox:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         workdir: str | None = None,
+        base_layers: int | None = None,
         timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> ImageInfo:
         """Make an image of its files as they are at one moment; the programs in it are stopped for that moment.
@@ -86,13 +87,20 @@ class AsyncSandbox:
         Args:
             name: Of the image; one of that name gives way. None: a fresh one, `snap-...`.
             env: Replaces the environment of this sandbox's image in the new one, as do `user` and `workdir`.
+            base_layers: How many of the sandbox's bottom layers are the new image's base, and not its own. None: all.
 
         Raises:
             CapacityError: No room on the node's disk.
             GuestWrecked: The files can't be an image: directories without end, or sparse files without measure.
         """
         check_seconds(timeout_s=timeout_s)
-        asked = SnapshotRequest(name=name, env=None if env is None else checked_env(env), user=user, workdir=workdir)
+        asked = SnapshotRequest(
+            name=name,
+            env=None if env is None else checked_env(env),
+            user=user,
+            workdir=workdir,
+            base_layers=base_layers,
+        )
         return await self._transport.value(SNAPSHOT, self._target(SNAPSHOT), encode(asked), timeout_s=timeout_s)
 
     async def exec(self, command: Command, **options: Unpack[ExecOptions]) -> ExecResult:

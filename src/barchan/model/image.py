@@ -1,0 +1,57 @@
+"""What is asked and told of images beside what they are: composition, other names, other bases."""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from barchan.model.sandbox import Name
+
+GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+NAMES_MAX = 100_000
+# Names that images get by what is in them, so that whoever needs the same again finds it:
+BUILT_PREFIX = "prep-"  # what a recipe made
+MERGED_PREFIX = "merged-"  # layers of a long stack as one
+
+
+class NameRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Give an image, found by its name or digest, one more name; an image that has it gives way."""
+
+    image: Name
+    name: Name
+
+
+class RebaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Put images that were built on `old` on `new` instead; no `names`: every one that was."""
+
+    old: Name
+    new: Name
+    names: Annotated[tuple[Name, ...], Meta(max_length=NAMES_MAX)] = ()
+
+
+class Rebased(Struct, frozen=True, kw_only=True):
+    """What became of one image of a rebase.
+
+    Attributes:
+        digest: What it has now.
+        refused: Why it was left as it was; empty if it has the new base.
+        total: How many images the rebase is about.
+    """
+
+    name: str
+    digest: str
+    refused: str = ""
+    total: int
+
+
+def layered_env(base: Mapping[str, str], above: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The variables of a base image under those of the images above it, each over the ones before.
+
+    A PATH that is only the usual one says nothing about what an image brings, and gives way to any other below it.
+    """
+    merged = dict(base)
+    for env in above:
+        merged |= {
+            key: value for key, value in env.items() if (key, value) != ("PATH", GUEST_PATH) or key not in merged
+        }
+    return merged

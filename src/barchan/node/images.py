@@ -1,0 +1,265 @@
+"""The node's images: found by name, put together when a sandbox is made, moved to other bases.
+
+Layers are read and written in threads, one after the other: nothing here holds up the event loop.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from barchan.core.finished import finished
+from barchan.errors import BarchanError, Conflict, InvalidSpec, NotFound, RequirementMissing
+from barchan.image import compose
+from barchan.image.compose import Clash, Meeting
+from barchan.image.diff_tar import merge
+from barchan.image.erofs import Erofs
+from barchan.image.opaque import drop_needless_opaque
+from barchan.image.store import ImageStore, NewLayer, image_info
+from barchan.image.template import LAYERS_MAX, Layer, Template, TemplateConfig, template_digest
+from barchan.model.image import BUILT_PREFIX, MERGED_PREFIX, NameRequest, Rebased, RebaseRequest
+from barchan.model.node import ImageInfo
+from barchan.model.sandbox import SandboxSpec
+from barchan.node.store_images import StoreImages
+
+MERGED_LAYERS = 24  # what a stack that is too long comes down to: the next merge is far, and lookups stay cheap
+MEETINGS_MAX = 100_000  # remembered
+REBASE_BATCH = 50
+
+
+class NodeImages:
+    """Templates for sandboxes, from one image store; what is not there is asked of `remote`."""
+
+    def __init__(self, store: ImageStore, store_url: str = "") -> None:
+        self.store = store
+        self.remote = StoreImages(store, store_url) if store_url else None
+        self._clashes: dict[Meeting, Clash | None] = {}
+        self._looking = asyncio.Lock()
+        self._merging = asyncio.Lock()
+
+    async def resolve(self, name: str) -> Template:
+        """The image of that name or digest.
+
+        Raises:
+            NotFound: There is none. BlobCorrupt: Its file is damaged.
+            BlobUnavailable: It is not here, and the blob store can't be asked.
+        """
+        try:
+            return self.store.resolve(name)
+        except NotFound:
+            if self.remote is None:
+                raise
+        return await self.remote.fetch(name)
+
+    async def template_for(self, spec: SandboxSpec) -> Template:
+        """What a sandbox is made of: its template's layers, above them those that the images of `spec.layers` add.
+
+        Raises:
+            NotFound: No such image.
+            Conflict: One of the images has a directory where another has none.
+            InvalidSpec: More layers than a sandbox can have, and of a kind that can't be merged.
+        """
+        base = await self.resolve(spec.template)
+        above = [await self.resolve(name) for name in spec.layers]
+        for used in (base, *above):
+            self.store.note_use(used.name)
+        met = list(compose.meetings(base, above))
+        clashes = await self._look(meeting for _, _, meeting in met)
+        for upper, lower, meeting in met:
+            if (clash := clashes[meeting]) is not None:
+                raise compose.clash_error(upper.name, lower.name, clash)
+        template = compose.compose(base, above)
+        layers, base_layers = await self.fitted(template.layers, template.base_layers, LAYERS_MAX)
+        if layers == template.layers:
+            return template
+        digest = template_digest(compose.config_of(template), layers)
+        return replace(template, digest=digest, layers=layers, base_layers=base_layers)
+
+    # conflicts
+
+    def open_layer(self, layer: Layer) -> Erofs | None:
+        """A layer to look into, to be closed; None if it is kept in a way that can't be. Blocking.
+
+        Raises:
+            NotFound: It is not in the store any more. BlobCorrupt, RequirementMissing: It can't be read.
+        """
+        if layer.kind != "erofs":
+            return None
+        try:
+            return Erofs.open(self.store.layer_path(layer))
+        except FileNotFoundError as error:
+            raise NotFound(f"layer {layer.digest} is not in the store any more: its image was removed") from error
+
+    async def _look(self, met: Iterable[Meeting]) -> dict[Meeting, Clash | None]:
+        """What clashes in each meeting; one that was looked at before costs nothing."""
+        asked = list(dict.fromkeys(met))
+        found = {meeting: self._clashes[meeting] for meeting in asked if meeting in self._clashes}
+        if len(found) < len(asked):
+            async with self._looking:
+                unknown = [meeting for meeting in asked if meeting not in self._clashes]
+                self._clashes |= await finished(asyncio.to_thread(self._look_at, unknown))
+                found |= {meeting: self._clashes[meeting] for meeting in asked if meeting in self._clashes}
+                for meeting in list(self._clashes)[: max(0, len(self._clashes) - MEETINGS_MAX)]:
+                    del self._clashes[meeting]
+        return found
+
+    def _look_at(self, met: Sequence[Meeting]) -> dict[Meeting, Clash | None]:
+        opened: dict[Layer, Erofs | None] = {}
+        with ExitStack() as closing:
+
+            def open_once(layer: Layer) -> Erofs | None:
+                if layer not in opened:
+                    opened[layer] = erofs = self.open_layer(layer)
+                    if erofs is not None:
+                        closing.callback(erofs.close)
+                return opened[layer]
+
+            return {meeting: compose.clash_of(meeting, open_once) for meeting in met}
+
+    def drop_needless_opaque(self, packed: Path, below: Sequence[Layer]) -> None:
+        """Take out of a new layer what would hide other images in other stacks and hides nothing in this. Blocking.
+
+        Where a layer below can't be looked into, all stays as it is.
+        """
+        with ExitStack() as closing:
+            opened = self._opened(below, closing)
+            if opened is not None:
+                drop_needless_opaque(packed, opened)
+
+    def _opened(self, layers: Sequence[Layer], closing: ExitStack) -> list[Erofs] | None:
+        """All of them to look into, until `closing`; None if one can't be: it is elsewhere, or compressed as once."""
+        opened: list[Erofs] = []
+        for layer in layers:
+            try:
+                erofs = self.open_layer(layer)
+            except RequirementMissing:
+                return None
+            if erofs is None:
+                return None
+            opened.append(closing.enter_context(erofs))
+        return opened
+
+    # long stacks
+
+    async def fitted(self, layers: tuple[Layer, ...], base_layers: int, most: int) -> tuple[tuple[Layer, ...], int]:
+        """At most `most` layers that show what these do, and how many of them are the base's: some are made one.
+
+        Raises:
+            InvalidSpec: Too many of them are of a kind that can't be merged.
+        """
+        while len(layers) > most:
+            sizes = await asyncio.to_thread(self._sizes, layers)
+            run = compose.run_to_merge(sizes, len(layers) - base_layers, len(layers) - min(most, MERGED_LAYERS))
+            if run is None:
+                raise InvalidSpec(
+                    f"{len(layers) + LAYERS_MAX - most} layers are more than the {LAYERS_MAX} that a sandbox can have, "
+                    "and can't be merged: only EROFS files that are all here can be"
+                )
+            merged = await self._merged(layers, run)
+            if run.start >= len(layers) - base_layers:
+                base_layers -= len(run) - 1
+            layers = (*layers[: run.start], merged, *layers[run.stop :])
+        return layers, base_layers
+
+    def _sizes(self, layers: Sequence[Layer]) -> list[int | None]:
+        """Bytes of each that can be merged; the lowest one is what everything else stands on, and stays."""
+        paths = [self.store.layer_path(layer) if layer.kind == "erofs" else None for layer in layers[:-1]]
+        return [*(path.stat().st_size if path is not None and path.exists() else None for path in paths), None]
+
+    async def _merged(self, layers: tuple[Layer, ...], run: range) -> Layer:
+        """One layer in place of a run of them, made once: it has an image of its own, named after what was merged.
+
+        What is below counts, too: directories that were renamed from there are written out whole.
+        """
+        parts = (layers[run.start : run.stop], layers[run.stop :])
+        content = ":".join("".join(layer.digest for layer in part) for part in parts)
+        name = MERGED_PREFIX + hashlib.sha256(content.encode()).hexdigest()[:24]
+        async with self._merging:
+            try:
+                template = self.store.resolve(name)
+            except NotFound:
+                template = await finished(asyncio.to_thread(self._merge, name, layers, run))
+        return template.layers[0]
+
+    def _merge(self, name: str, layers: tuple[Layer, ...], run: range) -> Template:
+        with ExitStack() as closing, self.store.workspace() as workspace:
+            opened = self._opened(layers[run.start : run.stop], closing)
+            if opened is None:
+                raise InvalidSpec("layers that are not here as EROFS files can't be merged")
+            target = workspace / "layer.erofs"
+            digest = merge(opened, target, below=self._opened(layers[run.stop :], closing))
+            config = TemplateConfig(name=name, source=f"{len(run)} layers in one")
+            return self.store.commit(config, (NewLayer(Layer(digest, "erofs"), target),))
+
+    # names and bases
+
+    async def name(self, asked: NameRequest) -> ImageInfo:
+        """Give an image one more name.
+
+        Raises:
+            NotFound: No such image. InvalidSpec: No image can have that name.
+        """
+        template = await self.resolve(asked.image)
+        config = compose.config_of(template, name=asked.name)
+        return image_info(await finished(asyncio.to_thread(self.store.commit, config, template.layers)))
+
+    async def rebase(self, asked: RebaseRequest) -> AsyncGenerator[Rebased, None]:
+        """Put images on another base, one after the other, each at once and whole; gives each as it is done.
+
+        Raises:
+            NotFound: One of the named images, or a base, is not there; nothing was changed.
+            InvalidSpec: Both bases are the same; nothing was changed.
+        """
+        old, new = await self.resolve(asked.old), await self.resolve(asked.new)
+        if old.layers == new.layers:
+            raise InvalidSpec(
+                f"images {asked.old!r} and {asked.new!r} have the same layers: there is nothing to replace"
+            )
+        if asked.names:
+            chosen = [await self.resolve(name) for name in dict.fromkeys(asked.names)]
+        else:
+            every = await asyncio.to_thread(self.store.templates)
+            chosen = [template for template in every if _is_meant(template, old, new)]
+        for start in range(0, len(chosen), REBASE_BATCH):
+            batch = chosen[start : start + REBASE_BATCH]
+            strange = {template.name: _new_ground(template, old, new) for template in batch}
+            clashes = await self._look(meeting for meeting in strange.values() if meeting is not None)
+            for template in batch:
+                meeting = strange[template.name]
+                clash = clashes[meeting] if meeting is not None else None
+                error = compose.clash_error(template.name, new.name, clash) if clash is not None else None
+                yield await finished(asyncio.to_thread(self._rebase, template, old, new, len(chosen), error))
+
+    def _rebase(self, template: Template, old: Template, new: Template, total: int, error: Conflict | None) -> Rebased:
+        refused, digest = "", template.digest
+        try:
+            if error is not None:
+                raise error
+            if not compose.stands_on(template, old):
+                raise Conflict(f"image {template.name!r} has no layers of its own on those of {old.name!r}")
+            if template.name.startswith(BUILT_PREFIX):
+                raise Conflict(f"image {template.name!r} is named after its base: build its recipe on the new one")
+            config, layers = compose.on_another_base(template, old, new)
+            if self.store.resolve(template.name).digest != template.digest:
+                raise Conflict(f"image {template.name!r} was built anew meanwhile")
+            digest = self.store.commit(config, layers).digest
+        except BarchanError as problem:
+            refused = str(problem)
+        return Rebased(name=template.name, digest=digest, refused=refused, total=total)
+
+
+def _is_meant(template: Template, old: Template, new: Template) -> bool:
+    """Whether an image that nobody named goes to the new base: not the new base itself, nor what is on it already."""
+    is_on_new = template.layers[-len(new.layers) :] == new.layers
+    is_cache = template.name.startswith((BUILT_PREFIX, MERGED_PREFIX))
+    return compose.stands_on(template, old) and not is_on_new and not is_cache
+
+
+def _new_ground(template: Template, old: Template, new: Template) -> Meeting | None:
+    """What an image would meet in its new base."""
+    if not compose.stands_on(template, old):
+        return None
+    return compose.meeting_of(replace(template, base_layers=len(old.layers)), new.layers)
