@@ -268,6 +268,8 @@ static void put(struct tar_entry *entry)
 	if (entry->type == '0' && len > 0 && entry->name[len - 1] == '/')
 		entry->type = '5';	/* how archives before POSIX say "directory" */
 	normalise(entry->name);
+	if (entry->mtime.tv_sec < 0)	/* not every file system has times before 1970 */
+		entry->mtime = (struct timespec){0};
 	if (entry->type != '0' && entry->size != 0)
 		applet_fail(EBADMSG, "%.200s: only files have content", entry->name);
 	if (entry->type != '5' && entry->name[0] == 0)

@@ -147,7 +147,8 @@ struct node {
 	uint32_t links; /* names it has */
 	uint16_t mode, uid, gid;
 	uint8_t layout;
-	bool is_opaque; /* hides what layers below have in this directory */
+	bool is_opaque;	 /* hides what layers below have in this directory */
+	bool only_hides; /* a directory that no entry names, with whiteouts and nothing else in it */
 };
 
 struct node *nodes_root(void);

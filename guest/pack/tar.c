@@ -59,35 +59,48 @@ static char *component(char **path)
 	return name;
 }
 
-/* A directory of this name, for an entry that has its directory not before it. One that comes where something was hidden or of
- * another kind shows nothing of what layers below have there. */
-static struct node *enter(struct node *directory, const char *name)
+static const char *base_of(const char *path)
+{
+	const char *slash = strrchr(path, '/');
+
+	return slash ? slash + 1 : path;
+}
+
+/* A directory of this name, for an entry that has its directory not before it. One that comes where something was hidden shows nothing
+ * of what layers below have there. NULL: for a whiteout there is nothing to do, since all below the name is gone anyway. */
+static struct node *enter(struct node *directory, const char *name, bool is_special)
 {
 	struct node *found = nodes_find(directory, name);
 
-	if (found && S_ISDIR(found->mode))
+	if (found && S_ISDIR(found->mode)) {
+		found->only_hides &= is_special;
 		return found;
+	}
+	if (found && is_special)
+		return NULL;
 	if (found && !is_whiteout(found))
-		fail(BLAME_INPUT, "it lies below %.*s, which is no directory", (int)NAME_BYTES_MAX, name);
+		fail(BLAME_INPUT, "it lies below %s, which is no directory", name);
 	count_entry();
 	struct node *made = nodes_new(S_IFDIR | 0755);
 	made->is_opaque = found != NULL;
+	made->only_hides = is_special;
 	nodes_put(directory, name, made);
 	return made;
 }
 
-/* Find the directory that a path leads to, and its last name. NULL: what older layers have for themselves (`.wh..wh.plnk`), for no one to see. */
-static struct node *parent_of(char *path, char **base)
+/* Find the directory that a path leads to, and its last name. NULL: the entry says nothing that counts. Older layers have names like
+ * `.wh..wh.plnk` for themselves; tools also write whiteouts below what they say is a file now. */
+static struct node *parent_of(char *path, char **base, bool is_special)
 {
 	struct node *directory = nodes_root();
 	uint64_t depth = 1;
 
-	for (*base = component(&path); *base && path; *base = component(&path)) { /* the root itself has no last name */
+	for (*base = component(&path); *base && path && directory; *base = component(&path)) {
 		if (strncmp(*base, RESERVED, RESERVED_BYTES) == 0)
 			return NULL;
 		if (strncmp(*base, WHITEOUT, WHITEOUT_BYTES) == 0)
 			fail(BLAME_INPUT, "it lies below a whiteout");
-		directory = enter(directory, *base);
+		directory = enter(directory, *base, is_special);
 		check_depth(++depth);
 	}
 	return directory;
@@ -178,6 +191,7 @@ static void put_directory(struct node *parent, const char *name)
 		nodes_put(parent, name, made);
 		node = made;
 	}
+	node->only_hides = false;
 	set_attributes(node);
 }
 
@@ -188,7 +202,7 @@ static void put_whiteout(struct node *parent, const char *name)
 
 	if (node && S_ISDIR(node->mode))
 		node->is_opaque = true;
-	if (!node)
+	if (!node || node->only_hides)
 		nodes_put(parent, name, nodes_new(S_IFCHR));
 }
 
@@ -243,19 +257,19 @@ static void put_entry(void)
 	if (entry.type != '0' && entry.size != 0)
 		fail(BLAME_INPUT, "only files have content");
 	count_entry();
-	struct node *parent = parent_of(entry.name, &base);
+	bool is_special = strncmp(base_of(entry.name), WHITEOUT, WHITEOUT_BYTES) == 0 || (entry.type == '3' && entry.is_device_0);
+	struct node *parent = parent_of(entry.name, &base, is_special);
 	if (!base && entry.type != '5')
-		fail(BLAME_INPUT, "it is the root");
-	bool is_special = !parent || (base && strncmp(base, WHITEOUT, WHITEOUT_BYTES) == 0);
-	if (is_special && entry.size)
+		fail(BLAME_INPUT, "only a directory can be the root");
+	if ((is_special || !parent) && entry.size)
 		fail(BLAME_INPUT, "a whiteout with content");
 	if (!parent)
 		return;
-	if (is_special)
-		put_special_name(parent, base);
-	else if (entry.type == '5')
+	if (entry.type == '5' && !is_special)
 		put_directory(parent, base);
-	else if (entry.type == '3' && entry.is_device_0)
+	else if (strncmp(base, WHITEOUT, WHITEOUT_BYTES) == 0)
+		put_special_name(parent, base);
+	else if (is_special)
 		put_whiteout(parent, base);
 	else {
 		struct node *node = node_of_type(), *had = nodes_find(parent, base);

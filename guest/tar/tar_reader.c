@@ -49,13 +49,13 @@ size_t tar_take(const uint8_t **out, size_t max)
 			tar_fail(errno, "stdin");
 		input_at = 0;
 		input_len = (size_t)got;
-		input_total += input_len;
-		if (input_total > input_max)
-			tar_fail(EFBIG, "the archive has more than %llu bytes", (unsigned long long)input_max);
 	}
 	n = (size_t)min_u64(max, input_len - input_at);
 	*out = input + input_at;
 	input_at += n;
+	input_total += n;
+	if (input_total > input_max)
+		tar_fail(EFBIG, "the archive has more than %llu bytes", (unsigned long long)input_max);
 	return n;
 }
 
@@ -154,32 +154,44 @@ static bool decimal(const char *text, size_t len, uint64_t *out)
 	return true;
 }
 
-/* Times before 1970 become 1970, in whatever form they come. */
+/* The base 256 form has times before 1970, too, with all bits of the first byte set. */
 static time_t header_mtime(const struct tar_header *header)
 {
-	if ((uint8_t)header->mtime[0] == 0xff)
-		return 0;
-	return (time_t)min_u64(number(header->mtime, sizeof header->mtime, "a time"), mtime_max);
+	int64_t seconds = -1;
+
+	if ((uint8_t)header->mtime[0] != 0xff)
+		return (time_t)min_u64(number(header->mtime, sizeof header->mtime, "a time"), mtime_max);
+	for (size_t i = 1; i < sizeof header->mtime; i++) {
+		if (seconds < -(int64_t)mtime_max)
+			return -(time_t)mtime_max;
+		seconds = seconds * 256 + (uint8_t)header->mtime[i];
+	}
+	return (time_t)seconds;
 }
 
-/* Seconds with an optional fraction. */
+/* Seconds with an optional sign and fraction. */
 static void pax_mtime(const char *text, size_t len)
 {
-	const char *dot = memchr(text, '.', len);
-	size_t whole = dot ? (size_t)(dot - text) : len;
+	const bool is_negative = len > 0 && text[0] == '-';
 	uint64_t seconds = 0;
 	long nanos = 0, unit = 100000000;
 
-	over.has_mtime = true;
-	over.mtime = (struct timespec){0};
-	if (text[0] == '-')
-		return;
+	text += is_negative;
+	len -= is_negative;
+	const char *dot = memchr(text, '.', len);
+	size_t whole = dot ? (size_t)(dot - text) : len;
 	if (!decimal(text, whole, &seconds))
 		tar_fail(EBADMSG, "mtime in a pax header");
 	seconds = min_u64(seconds, mtime_max);
 	for (size_t i = whole + 1; i < len && unit > 0 && text[i] >= '0' && text[i] <= '9'; i++, unit /= 10)
 		nanos += (text[i] - '0') * unit;
+	over.has_mtime = true;
 	over.mtime = (struct timespec){.tv_sec = (time_t)seconds, .tv_nsec = nanos};
+	if (is_negative)
+		over.mtime = (struct timespec){
+			.tv_sec = -(time_t)seconds - (nanos > 0),
+			.tv_nsec = nanos > 0 ? 1000000000 - nanos : 0,
+		};
 }
 
 static bool key_is(const char *text, size_t len, const char *key)
