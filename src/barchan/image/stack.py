@@ -249,7 +249,7 @@ def conflicts(above: Erofs | Sequence[Erofs], below: Erofs | Sequence[Erofs]) ->
                 path = (b"/" + prefix + name).decode("utf-8", "backslashreplace")
                 found.append(Conflict(path, kind_of(one.inode), kind_of(other.inode)))
         pending += reversed(deeper)
-    return found
+    return sorted(found)
 
 
 def _directory_bytes(directory: Node) -> int:
