@@ -17,6 +17,7 @@ from barchan.image import compose
 from barchan.image.compose import Clash, Meeting
 from barchan.image.diff_tar import merge
 from barchan.image.erofs import Erofs
+from barchan.image.lazy_layer import open_lazy
 from barchan.image.opaque import drop_needless_opaque
 from barchan.image.store import ImageStore, NewLayer, image_info
 from barchan.image.template import LAYERS_MAX, Layer, Template, TemplateConfig, template_digest
@@ -85,11 +86,13 @@ class NodeImages:
 
         Raises:
             NotFound: It is not in the store any more. BlobCorrupt, RequirementMissing: It can't be read.
+            BlobUnavailable: It is lazily kept, and its blob store can't be asked.
         """
-        if layer.kind != "erofs":
+        if layer.kind == "dir":
             return None
+        path = self.store.layer_path(layer)
         try:
-            return Erofs.open(self.store.layer_path(layer))
+            return open_lazy(path) if layer.kind == "lazy" else Erofs.open(path)
         except FileNotFoundError as error:
             raise NotFound(f"layer {layer.digest} is not in the store any more: its image was removed") from error
 
@@ -133,6 +136,8 @@ class NodeImages:
         """All of them to look into, until `closing`; None if one can't be: it is elsewhere, or compressed as once."""
         opened: list[Erofs] = []
         for layer in layers:
+            if layer.kind == "lazy":
+                return None
             try:
                 erofs = self.open_layer(layer)
             except RequirementMissing:
@@ -253,7 +258,7 @@ class NodeImages:
 
 def _is_meant(template: Template, old: Template, new: Template) -> bool:
     """Whether an image that nobody named goes to the new base: not the new base itself, nor what is on it already."""
-    is_on_new = template.layers[-len(new.layers) :] == new.layers
+    is_on_new = len(new.layers) > len(old.layers) and template.layers[-len(new.layers) :] == new.layers
     is_cache = template.name.startswith((BUILT_PREFIX, MERGED_PREFIX))
     return compose.stands_on(template, old) and not is_on_new and not is_cache
 
