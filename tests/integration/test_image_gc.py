@@ -1,5 +1,6 @@
 """A node makes room on its disk, and takes nothing that a live sandbox needs."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 import barchan
 from barchan import AsyncClient
 from barchan.errors import NotFound
+from barchan.image.blobs import BlobStore
+from barchan.image.remote import fetch, push
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
 from tests.nodes import NodeProcess
@@ -143,3 +146,39 @@ async def test_removing_through_the_command_asks_the_node(
             assert [image["name"] for image in barchan_image(node, "remove", "gone")] == ["gone"]
             assert (await sandbox.exec("cat /home/agent/x")).text == "x\n"
     assert not store.has_layer(own)
+
+
+@pytest.fixture
+def lazy_node(images: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """A node whose base image is read on demand, from a blob store in a directory."""
+    machine, blobs = ImageStore(images), BlobStore.open(str(tmp_path / "blobs"))
+    asyncio.run(push(machine, "debian", blobs, lambda what, done, total: None))
+    asyncio.run(fetch(ImageStore(tmp_path / "images"), "debian", blobs))
+    node = NodeProcess(tmp_path_factory.mktemp("node"), tmp_path / "images")
+    node.start()
+    yield node
+    assert node.end() == []
+
+
+@pytest.mark.requires("fuse")
+async def test_what_is_read_on_demand_stays_readable_until_its_last_sandbox_ends(lazy_node: NodeProcess) -> None:
+    """Its image is removed meanwhile: other files can still be read; then nothing of it is left, here or cached."""
+    store, cache = ImageStore(lazy_node.state_dir / "images"), lazy_node.state_dir / "cache"
+    async with barchan.connect_async(f"unix://{lazy_node.socket}") as client:
+        sandbox = await client.create("debian")
+        (await sandbox.exec("true")).check()
+        (layer,) = await client.layers()
+        assert layer.kind == "lazy"
+        assert 0 < layer.local_bytes < layer.size_bytes
+        (shown,) = barchan_image(lazy_node, "show", "debian")["layers"]
+        assert 0 < shown["local_bytes"] < shown["size_bytes"] == layer.size_bytes
+        report = barchan_image(lazy_node, "verify")
+        assert report["damages"] == []
+        assert 0 < report["bytes_read"] < layer.size_bytes
+        assert (await client.collect_images(unused_for_s=0, keep_bytes=0)).images == ()
+        await client.remove_image("debian")
+        assert layer_names(store) == set()
+        (await sandbox.exec("cat /usr/bin/perl > /dev/null && python3 -c 'import json, ssl'")).check()
+        await sandbox.kill()
+        assert await client.layers() == []
+    assert [path.name for path in cache.iterdir() if path.name.startswith(layer.digest)] == []

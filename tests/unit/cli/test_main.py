@@ -128,14 +128,14 @@ def test_images_from_pull_to_removal(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "PATH" in info["env"]
     assert main(["image", "list"]) == 0
     header, row = capsys.readouterr().out.splitlines()
-    assert header.split() == ["NAME", "DIGEST", "SIZE", "AGE", "USER", "SOURCE"]
+    assert header.split() == ["NAME", "DIGEST", "SIZE", "SHARED", "AGE", "USED", "USER", "SOURCE"]
     assert row.split()[:2] == ["mine", info["digest"][:12]]
     assert main(["image", "list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [info]
+    assert json.loads(capsys.readouterr().out) == [{**info, "used_unix_s": info["created_unix_s"]}]
     assert main(["image", "show", info["digest"][:12]]) == 0
-    assert f"digest   {info['digest']}" in capsys.readouterr().out.splitlines()
+    assert f"digest     {info['digest']}" in capsys.readouterr().out.splitlines()
     assert main(["image", "show", "mine", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layers"][0][0] == info["layers"][0]
+    assert json.loads(capsys.readouterr().out)["layers"][0]["digest"] == info["layers"][0]
     assert main(["image", "remove", "mine"]) == 0
     assert capsys.readouterr().out == "removed mine\n"
     assert main(["image", "list"]) == 0
