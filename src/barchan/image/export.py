@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import hashlib
 import io
-import secrets
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
@@ -15,10 +14,8 @@ from msgspec import Struct
 from barchan.errors import InvalidSpec, RequirementMissing
 from barchan.image.archives import LayoutSink, write_archive
 from barchan.image.diff_tar import diff_tar
-from barchan.image.erofs import Erofs
-from barchan.image.intake import LAYERS_AT_ONCE, in_thread, write_hint
+from barchan.image.intake import LAYERS_AT_ONCE, in_thread, open_layer, write_hint
 from barchan.image.oci import CONFIG, LAYER_GZIP, LAYER_ZSTD, Descriptor, image_config, image_manifest, sha256
-from barchan.image.pack import pack_tree
 from barchan.image.registry import new_session
 from barchan.image.registry_image import RegistryImage, RegistrySink
 from barchan.image.sources import DEFAULT_REGISTRIES, FileImage, RegistryOptions, open_registry, parse
@@ -155,22 +152,6 @@ def _write_diff(store: ImageStore, stack: tuple[Layer, ...], target: Path, compr
         writer.close()
     media_type = LAYER_GZIP if compression == "gzip" else LAYER_ZSTD
     return Diff(plain.digest, Descriptor(media_type, packed.digest, packed.count))
-
-
-def open_layer(store: ImageStore, layer: Layer, workspace: Path) -> Erofs:
-    """A kept layer, to be read.
-
-    Raises:
-        InvalidSpec: Its data is elsewhere.
-    """
-    path = store.layer_path(layer)
-    if layer.kind == "lazy":
-        raise InvalidSpec(f"the data of layer {layer.digest} is in its store only (try: barchan image pull)")
-    if layer.kind == "dir":
-        packed = workspace / f"{secrets.token_hex(8)}.erofs"
-        pack_tree(path, packed)
-        path = packed
-    return Erofs.open(path)
 
 
 class _Sum(io.RawIOBase):

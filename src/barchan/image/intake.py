@@ -10,9 +10,11 @@ import hashlib
 import io
 import os
 import re
+import secrets
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast, get_args
 
@@ -20,10 +22,12 @@ import msgspec
 from msgspec import Struct
 
 from barchan.errors import BarchanError, BlobCorrupt, InvalidSpec, RequirementMissing
+from barchan.image.diff_tar import merge
+from barchan.image.erofs import Erofs
 from barchan.image.oci import Descriptor, Found
-from barchan.image.pack import Limits, keep_as, pack_tar
+from barchan.image.pack import Limits, keep_as, pack_tar, pack_tree
 from barchan.image.store import ImageStore, NewLayer
-from barchan.image.template import Layer, LayerKind, TemplateConfig
+from barchan.image.template import LAYERS_MAX, Layer, LayerKind, TemplateConfig
 from barchan.image.tools import Progress
 
 LAYERS_AT_ONCE = 3  # more only makes the waits longer: a layer keeps a core busy
@@ -199,7 +203,42 @@ async def take_in(
         digest = (item.layer if isinstance(item, NewLayer) else item).digest
         stack.setdefault(digest, item)
         remember(store, diff_id, digest)
-    return tuple(stack.values())
+    layers = tuple(stack.values())
+    if len(layers) <= LAYERS_MAX:
+        return layers
+    progress(f"merging {len(layers) - LAYERS_MAX + 1} layers into one")
+    lowest = layers[LAYERS_MAX - 1 :]
+    return (*layers[: LAYERS_MAX - 1], await in_thread(lambda stop: _merged(store, lowest, workspace, kind, limits)))
+
+
+def _merged(
+    store: ImageStore, layers: tuple[NewLayer | Layer, ...], workspace: Path, kind: LayerKind, limits: Limits
+) -> NewLayer:
+    """The bottom of a stack as one layer: a sandbox can have only so many."""
+    target = workspace / "merged.erofs"
+    with ExitStack() as exits:
+        opened = [exits.enter_context(open_layer(store, layer, workspace)) for layer in layers]
+        digest = merge(opened, target, is_bottom=True, limits=limits)
+    return keep_as(target, digest, workspace, kind)
+
+
+def open_layer(store: ImageStore, layer: NewLayer | Layer, workspace: Path) -> Erofs:
+    """A layer, to be read; one that is kept as a directory is packed in the workspace for that.
+
+    Raises:
+        InvalidSpec: Its data is elsewhere.
+    """
+    if isinstance(layer, NewLayer):
+        path, layer = layer.path, layer.layer
+    else:
+        path = store.layer_path(layer)
+    if layer.kind == "lazy":
+        raise InvalidSpec(f"the data of layer {layer.digest} is in its store only (try: barchan image pull)")
+    if layer.kind == "dir":
+        packed = workspace / f"{secrets.token_hex(8)}.erofs"
+        pack_tree(path, packed)
+        path = packed
+    return Erofs.open(path)
 
 
 def decompressed(source: io.RawIOBase) -> BinaryIO:

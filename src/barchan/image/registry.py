@@ -5,6 +5,7 @@ passwords go to the registry's own origin and to the token server that it names,
 """
 
 import asyncio
+import io
 import ipaddress
 import random
 import re
@@ -357,7 +358,8 @@ class Registry:
             sent = dict(headers)
             if authorization is not None and url.origin() == self._origin.origin():
                 sent["Authorization"] = authorization
-            response = await self._session.request(method, url, headers=sent, data=body, allow_redirects=False)
+            data = io.BytesIO(body) if body is not None else None  # sent in pieces
+            response = await self._session.request(method, url, headers=sent, data=data, allow_redirects=False)
             if method not in ("GET", "HEAD") or response.status not in REDIRECTED:
                 return response
             response.close()

@@ -108,7 +108,8 @@ def parse(text: str) -> RegistryImage | FileImage | GitSource:
         return FileImage(kind, Path(name).absolute(), tag or None)
     found = REGISTRY_IMAGE.fullmatch(rest.removeprefix("//")) if rest.startswith("//") else None
     if found is None or not re.search(r"[.:]|^localhost$", found["host"]):
-        raise InvalidSpec(f"{text!r} is not {KINDS[kind]}, with the host of the registry's own address")
+        shown = re.sub(r"//[^/]*@", "//", text)
+        raise InvalidSpec(f"{shown!r} is not {KINDS[kind]}, with the host of the registry's own address")
     return RegistryImage(found["host"], found["repository"], found["digest"] or found["tag"] or "latest")
 
 

@@ -1,0 +1,439 @@
+"""The registry client against servers that refuse, fail, cut, limit and lie."""
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from barchan.errors import (
+    BarchanError,
+    BlobCorrupt,
+    CapacityError,
+    ConnectionLost,
+    Denied,
+    InvalidSpec,
+    NotFound,
+    RemoteProtocolError,
+    TransportError,
+)
+from barchan.image.oci import Descriptor, sha256
+from barchan.image.registry import Registry, Retries, is_loopback, new_session
+from barchan.image.registry_auth import Credentials, parse_challenge, read_credentials
+from barchan.image.registry_image import RegistryImage, RegistrySource
+from tests.layouts import MACHINE
+
+QUICK = Retries(attempts=3, first_s=0.001, longest_s=0.002, retry_after_max_s=2)
+DATA = bytes(range(256)) * 4096  # 1 MiB
+BLOB = Descriptor("application/octet-stream", sha256(DATA), len(DATA))
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """One handler for everything, on a port that the kernel chose; it notes what was asked for."""
+
+    def __init__(self) -> None:
+        self.handler: Handler = self.nothing
+        self.seen: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        self.host = ""
+
+    @staticmethod
+    async def nothing(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=404)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(f"{request.method} {request.path}")
+        self.headers.append(dict(request.headers))
+        return await self.handler(request)
+
+    async def start(self) -> web.ServerRunner:
+        runner = web.ServerRunner(web.Server(self.handle))
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.host = f"127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    runner = await made.start()
+    yield made
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[Server]:
+    made = Server()
+    runner = await made.start()
+    yield made
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def open_registry(server: Server) -> AsyncIterator[Callable[..., Registry]]:
+    async with new_session() as session:
+        yield lambda credentials=None, host=None: Registry(
+            host or server.host, session, credentials=credentials, retries=QUICK
+        )
+
+
+OpenRegistry = Callable[..., Registry]
+
+
+async def fetched(registry: Registry, blob: Descriptor = BLOB) -> bytes:
+    return b"".join([chunk async for chunk in registry.blob("a/b", blob)])
+
+
+async def test_a_blob_that_is_cut_goes_on_where_it_was(server: Server, open_registry: OpenRegistry) -> None:
+    """Each cut is followed by a request for the rest; a server that knows no ranges is read again from the start."""
+    for knows_ranges in (True, False):
+        cuts = iter((300_000, 900_000, None))
+        server.headers.clear()
+
+        async def cutting(
+            request: web.Request, cuts: AsyncIterator[int] = cuts, knows_ranges: bool = knows_ranges
+        ) -> web.StreamResponse:
+            asked = re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", ""))
+            start = int(asked[1]) if asked and knows_ranges else 0
+            response = web.StreamResponse(status=206 if start else 200)
+            response.content_length = len(DATA) - start
+            if start:
+                response.headers["Content-Range"] = f"bytes {start}-{len(DATA) - 1}/{len(DATA)}"
+            await response.prepare(request)
+            end = next(cuts)
+            await response.write(DATA[start:end])
+            if end is not None:
+                await asyncio.sleep(0.05)  # what was written arrives before the end does
+                assert request.transport is not None
+                request.transport.abort()
+            return response
+
+        server.handler = cutting
+        assert await fetched(open_registry()) == DATA
+        assert len(server.headers) == 3
+        assert "Range" not in server.headers[0]
+        assert all("Range" in headers for headers in server.headers[1:])
+
+
+async def test_a_blob_that_is_cut_without_end_is_given_up(server: Server, open_registry: OpenRegistry) -> None:
+    """Attempts are bounded where nothing comes; the failure names registry and blob."""
+
+    async def cutting(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.content_length = len(DATA)
+        await response.prepare(request)
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    server.handler = cutting
+    with pytest.raises(ConnectionLost, match=f"{server.host}/a/b@sha256:.*try: again later"):
+        await fetched(open_registry())
+    assert len(server.seen) == QUICK.attempts
+
+
+@pytest.mark.parametrize(
+    ("body", "said"), [(DATA + b"x", "more than the 1048576 bytes"), (DATA[:-1], "has 1048575 bytes")]
+)
+async def test_a_blob_of_another_size_is_corrupt(
+    server: Server, open_registry: OpenRegistry, body: bytes, said: str
+) -> None:
+    """Neither too much nor too little is taken, and no second try is made."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=body)
+
+    server.handler = answer
+    with pytest.raises(BlobCorrupt, match=said):
+        await fetched(open_registry())
+    assert len(server.seen) == 1
+
+
+async def test_other_bytes_than_asked_for_are_refused(server: Server, open_registry: OpenRegistry) -> None:
+    """A document that has not its digest, and a range that is not the one that was asked for."""
+
+    async def wrong(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"{}")
+
+    server.handler = wrong
+    with pytest.raises(BlobCorrupt, match="other bytes"):
+        await open_registry().manifest("a/b", BLOB.digest)
+    with pytest.raises(BlobCorrupt, match="other bytes"):
+        await open_registry().document("a/b", Descriptor("x", BLOB.digest, 2))
+    with pytest.raises(InvalidSpec, match="at most 4194304 are read"):
+        await open_registry().document("a/b", Descriptor("x", BLOB.digest, 5 << 20))
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "requests", "error"),
+    [
+        (429, {}, 3, CapacityError),
+        (429, {"Retry-After": "0"}, 3, CapacityError),
+        (429, {"Retry-After": "3600"}, 1, CapacityError),
+        (429, {"Retry-After": "Fri, 31 Dec 2100 23:59:59 GMT"}, 1, CapacityError),
+        (500, {}, 3, TransportError),
+        (503, {"Retry-After": "soon"}, 3, TransportError),
+        (404, {}, 1, NotFound),
+        (403, {}, 1, Denied),
+        (401, {}, 1, Denied),
+        (418, {}, 1, BarchanError),
+    ],
+)
+async def test_statuses_mean_what_they_say(
+    server: Server,
+    open_registry: OpenRegistry,
+    status: int,
+    headers: dict[str, str],
+    requests: int,
+    error: type[BarchanError],
+) -> None:
+    """A limit is the platform's fault and never "not found"; what may pass is tried again, what may not is not."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, headers=headers)
+
+    server.handler = answer
+    with pytest.raises(error, match=server.host) as caught:
+        await open_registry().manifest("a/b", "1")
+    assert len(server.seen) == requests
+    if status == 429:
+        assert caught.value.fault == "platform"
+        assert int(caught.value.details["retry_after_ms"]) >= 0
+        if headers.get("Retry-After") == "3600":
+            assert caught.value.details["retry_after_ms"] == 3_600_000
+
+
+async def test_what_passes_is_waited_for(server: Server, open_registry: OpenRegistry) -> None:
+    """Failures and limits that end in time are not seen."""
+    statuses = iter((503, 429, 200))
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=next(statuses), headers={"Retry-After": "0"}, body=b"{}")
+
+    server.handler = answer
+    assert await open_registry().manifest("a/b", "1") == (b"{}", "application/octet-stream")
+
+
+async def test_an_endless_manifest_is_not_read(server: Server, open_registry: OpenRegistry) -> None:
+    """4 MiB are enough."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b" " * (5 << 20))
+
+    server.handler = answer
+    with pytest.raises(BlobCorrupt, match="more than 4194304 bytes"):
+        await open_registry().manifest("a/b", "1")
+
+
+async def test_a_token_is_fetched_as_the_registry_asks(
+    server: Server, other: Server, open_registry: OpenRegistry
+) -> None:
+    """Realm, service and scope come from the challenge; the user's name goes to the token server, the token back."""
+
+    async def tokens(request: web.Request) -> web.StreamResponse:
+        basic = base64.b64encode(b"me:secret").decode()
+        if request.headers.get("Authorization") != f"Basic {basic}":
+            return web.Response(status=401)
+        assert dict(request.query) == {"service": "reg", "scope": "repository:a/b:pull", "x": "1"}
+        return web.json_response({"token": "t0ken"})
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") == "Bearer t0ken":
+            return web.Response(body=b"{}")
+        asked = f'Bearer realm="http://{other.host}/token?x=1",service="reg",scope="repository:a/b:pull"'
+        return web.Response(status=401, headers={"WWW-Authenticate": asked})
+
+    server.handler, other.handler = answer, tokens
+    registry = open_registry(Credentials("me", "secret"))
+    for _ in range(3):
+        await registry.manifest("a/b", "1")
+    assert (len(server.seen), len(other.seen)) == (4, 1)
+    with pytest.raises(Denied, match="refuses us") as caught:
+        await open_registry(Credentials("me", "wrong")).manifest("a/b", "1")
+    assert "wrong" not in str(caught.value)
+
+
+async def test_an_identity_token_is_exchanged(server: Server, other: Server, open_registry: OpenRegistry) -> None:
+    """What `docker login` may leave instead of a password is sent in a form, never in an address."""
+
+    async def tokens(request: web.Request) -> web.StreamResponse:
+        form = await request.post()
+        assert (form["grant_type"], form["refresh_token"], form["service"]) == ("refresh_token", "long", "reg")
+        assert "long" not in request.path_qs
+        return web.json_response({"access_token": "short"})
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") == "Bearer short":
+            return web.Response(body=b"{}")
+        asked = f'Bearer realm="http://{other.host}/",service="reg"'
+        return web.Response(status=401, headers={"WWW-Authenticate": asked})
+
+    server.handler, other.handler = answer, tokens
+    await open_registry(Credentials(identity_token="long")).manifest("a/b", "1")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"[]", b"{}", b'{"token": 1}', b'{"token": "a\\r\\nX: y"}', b'{"token": "' + b"x" * 70_000 + b'"}'],
+)
+async def test_a_token_server_s_nonsense_is_refused(server: Server, open_registry: OpenRegistry, answer: bytes) -> None:
+    """No token, one of another kind, one that would add a header, and an endless one."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if request.path == "/token":
+            return web.Response(body=answer)
+        return web.Response(status=401, headers={"WWW-Authenticate": f'Bearer realm="http://{server.host}/token"'})
+
+    server.handler = handle
+    with pytest.raises((RemoteProtocolError, BlobCorrupt)):
+        await open_registry().manifest("a/b", "1")
+
+
+async def test_a_redirect_takes_no_authorization_along(
+    server: Server, other: Server, open_registry: OpenRegistry
+) -> None:
+    """Where the bytes lie elsewhere, elsewhere does not learn who we are."""
+    basic = Credentials("me", "secret")
+
+    async def storage(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=DATA)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if "Authorization" not in request.headers:
+            return web.Response(status=401, headers={"WWW-Authenticate": 'Basic realm="x"'})
+        return web.Response(status=307, headers={"Location": f"http://{other.host}/there?signed=1"})
+
+    server.handler, other.handler = answer, storage
+    assert await fetched(open_registry(basic)) == DATA
+    assert "Authorization" in server.headers[-1]
+    assert "Authorization" not in other.headers[0]
+
+
+@pytest.mark.parametrize("location", ["", "ftp://x/", "file:///etc/passwd", "/loop", "http://", "http://[::bad/"])
+async def test_redirects_to_nowhere_are_refused(server: Server, open_registry: OpenRegistry, location: str) -> None:
+    """Neither other protocols nor circles are followed."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=302, headers={"Location": location})
+
+    server.handler = answer
+    with pytest.raises(RemoteProtocolError):
+        await open_registry().manifest("a/b", "1")
+    assert len(server.seen) <= 6
+
+
+async def test_mirrors_come_first_and_failing_ones_are_left_alone(
+    server: Server, other: Server, open_registry: OpenRegistry
+) -> None:
+    """A mirror that lacks a blob is asked for the next; one that fails is not; the registry has the last word."""
+    config = json.dumps({"architecture": MACHINE, "os": "linux", "rootfs": {"diff_ids": []}}).encode()
+    described = {"mediaType": "x", "digest": sha256(config), "size": len(config)}
+    manifest = json.dumps({"schemaVersion": 2, "config": described, "layers": []}).encode()
+
+    async def origin(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=manifest if "/manifests/" in request.path else config)
+
+    async def mirror(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=manifest) if "/manifests/" in request.path else web.Response(status=404)
+
+    image = RegistryImage(server.host, "a/b", "1")
+    server.handler, other.handler = origin, mirror
+    found = await RegistrySource(image, [open_registry(host=other.host), open_registry()]).image()
+    assert found.config.architecture == MACHINE
+    assert (len(other.seen), server.seen) == (2, [f"GET /v2/a/b/blobs/{sha256(config)}"])
+
+    async def broken(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=500)
+
+    other.handler = broken
+    other.seen.clear()
+    await RegistrySource(image, [open_registry(host=other.host), open_registry()]).image()
+    assert len(other.seen) == QUICK.attempts
+
+    server.handler = Server.nothing
+    with pytest.raises(NotFound, match=server.host):
+        await RegistrySource(image, [open_registry(host=other.host), open_registry()]).image()
+
+
+async def test_an_upload_goes_on_after_a_cut(server: Server, open_registry: OpenRegistry, tmp_path: Path) -> None:
+    """What has come is asked for, and the rest is sent; an upload that the registry forgot begins again."""
+    data = DATA * 20  # three parts
+    blob = Descriptor("x", sha256(data), len(data))
+    (tmp_path / "blob").write_bytes(data)
+    held = bytearray()
+    done: list[bytes] = []
+    troubles = ["cut", "", "forget", ""]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        here = {"Location": f"/upload?state={len(held)}"}
+        if request.method == "HEAD":
+            return web.Response(status=404)
+        if request.method == "POST":
+            held.clear()
+            return web.Response(status=202, headers=here)
+        if request.method == "GET":
+            return web.Response(status=204, headers={**here, "Range": f"0-{max(0, len(held) - 1)}"})
+        if request.method == "PUT":
+            done.append(bytes(held))
+            return web.Response(status=201)
+        part = b"".join([piece async for piece in request.content.iter_any()])
+        assert request.headers["Content-Range"] == f"{len(held)}-{len(held) + len(part) - 1}"
+        held.extend(part)
+        trouble = troubles.pop(0) if troubles else ""
+        if trouble == "cut":
+            assert request.transport is not None
+            request.transport.abort()
+        if trouble == "forget":
+            return web.Response(status=404)
+        return web.Response(status=202, headers={"Location": f"/upload?state={len(held)}"})
+
+    server.handler = answer
+    await open_registry().upload("a/b", tmp_path / "blob", blob)
+    assert done == [data]
+    assert sum(seen.startswith("POST") for seen in server.seen) == 2
+
+
+def test_challenges_are_read() -> None:
+    """The first that can be answered, with quoted commas and escapes."""
+    challenge = parse_challenge('Negotiate, Bearer realm="https://x/t,u",service="a\\"b", scope=plain')
+    assert challenge == ("bearer", {"realm": "https://x/t,u", "service": 'a"b', "scope": "plain"})
+    assert parse_challenge('Basic realm="x"') == ("basic", {"realm": "x"})
+    assert parse_challenge("Negotiate") is None
+    assert parse_challenge("") is None
+
+
+def test_credentials_come_from_docker_s_file(tmp_path: Path) -> None:
+    """By host, in any of the forms that are in use; a damaged file is said without what is in it."""
+    auth = base64.b64encode(b"me:a:b").decode()
+    path = tmp_path / "config.json"
+    entries = {
+        "h.x:5": {"auth": auth},
+        "https://index.x/v1/": {"username": "u", "password": "p"},
+        "i.x": {"identitytoken": "t"},
+        "n.x": {},
+    }
+    path.write_text(json.dumps({"auths": entries, "credsStore": "x"}))
+    assert read_credentials(path, "h.x:5") == ("me", "a:b", "")
+    assert read_credentials(path, "index.x") == ("u", "p", "")
+    assert read_credentials(path, "i.x") == ("", "", "t")
+    assert read_credentials(path, "n.x") is None
+    assert read_credentials(path, "other") is None
+    assert read_credentials(tmp_path / "none", "h.x") is None
+    assert "secret" not in repr(Credentials("me", "secret"))
+    path.write_text('{"auths": {"h.x": {"auth": "secret!"}}}')
+    with pytest.raises(InvalidSpec, match="no config file of Docker's") as caught:
+        read_credentials(path, "h.x")
+    assert "secret" not in str(caught.value)
+
+
+def test_only_loopback_is_without_tls() -> None:
+    """By address or name, with and without a port."""
+    assert all(map(is_loopback, ("localhost", "localhost:5000", "127.0.0.1:5000", "127.1.2.3", "[::1]:80", "[::1]")))
+    assert not any(map(is_loopback, ("localhost.x", "10.0.0.1:5000", "h.x:127", "[::2]:80")))
