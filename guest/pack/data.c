@@ -7,7 +7,8 @@
 
 #define CHUNK_BITS_MIN 16u
 #define CHUNK_BITS_MAX (BLOCK_BITS + 31u)
-#define CHUNKS_MAX (1u << 16)
+#define CHUNKS_WANTED (1u << 16)
+#define CHUNKS_MAX (1u << (63 - CHUNK_BITS_MAX)) /* of the largest file there can be */
 #define HOLE UINT32_MAX
 #define BUFFER_BYTES (256u << 10)
 
@@ -24,7 +25,7 @@ void data_begin(uint64_t bytes)
 	size = bytes;
 	offset = 0;
 	filled = 0;
-	for (chunk_bits = CHUNK_BITS_MIN; chunk_bits < CHUNK_BITS_MAX && size >> chunk_bits >= CHUNKS_MAX; chunk_bits++)
+	for (chunk_bits = CHUNK_BITS_MIN; chunk_bits < CHUNK_BITS_MAX && size >> chunk_bits >= CHUNKS_WANTED; chunk_bits++)
 		;
 	chunk_count = (size_t)((size >> chunk_bits) + ((size & ((UINT64_C(1) << chunk_bits) - 1)) != 0));
 	chunk_holes = chunk_count;

@@ -291,6 +291,25 @@ async def test_snapshots_of_snapshots_have_no_end(client: AsyncClient) -> None:
         await client.remove_image(name)
 
 
+async def test_the_same_changes_again_are_a_layer_of_their_own(client: AsyncClient, store: Path) -> None:
+    """A layer that holds, to the byte, what one below it holds differs in its identity: no stack names one twice."""
+    names: list[str] = []
+    template = "debian"
+    for _ in range(3):
+        async with await client.create(template, memory_mib=64) as sandbox:
+            await sh(sandbox, "rm -f /tmp/same; echo same > /tmp/same; touch -d 2020-01-01 /tmp/same /tmp /")
+            image = await sandbox.snapshot()
+        names.append(image.name)
+        template = image.name
+    assert len(set(image.layers)) == 4
+    files = [(store / "layers" / f"{digest}.erofs").read_bytes() for digest in image.layers[:3]]
+    assert len({file[:1072] + file[1088:] for file in files}) == 1  # all but the identity in the superblock
+    async with await client.create(template, memory_mib=64) as last:
+        assert (await last.exec("cat /tmp/same")).text == "same\n"
+    for name in names:
+        await client.remove_image(name)
+
+
 async def test_a_wrong_wish_is_refused_and_leaves_nothing(client: AsyncClient, node: NodeProcess) -> None:
     """Names, users, directories and variables that no image can have; and a sandbox that is not there any more."""
     before = names_in(node.state_dir / "images")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.pack.conftest import Mount, Pack
+from tests.guest.pack.conftest import Mount, Pack, mounted
 
 pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(120)]
 
@@ -204,6 +204,20 @@ def test_a_sparse_file_takes_the_room_of_its_data(tmp_path: Path, pack: Pack, mo
     with open(root / "hole", "rb") as file:
         file.seek((5 << 30) - 3)
         assert file.read() == bytes(3)
+
+
+def test_the_largest_file_there_can_be_is_packed_or_refused(tmp_path: Path, pack: Pack, mount: Mount) -> None:
+    """Of exabytes: its table has a size that can be when there is nothing in it; with anything in it, it is too much."""
+    with mounted("tmpfs", "tmpfs", tmp_path / "tree", "size=1m") as tree:
+        with open(tree / "file", "wb") as file:
+            file.truncate(2**63 - 1 - BLOCK)
+        assert pack(tree, tmp_path / "image").stderr == ""
+        assert (mount(tmp_path / "image") / "file").stat().st_size == 2**63 - 1 - BLOCK
+        with open(tree / "file", "r+b") as file:
+            file.seek(2**62)
+            file.write(b"x")
+        done = pack(tree, tmp_path / "other")
+        assert (done.returncode, done.stderr.split(" with")[0]) == (TREE, f"file: more than {1 << 30} bytes,")
 
 
 def test_a_file_without_measure_is_the_trees_fault(tmp_path: Path, pack: Pack) -> None:
