@@ -12,7 +12,7 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 missing_packages() {
 	local pair
 	for pair in gcc:gcc make:make mkfs.btrfs:btrfs-progs mkfs.erofs:erofs-utils mmdebstrap:mmdebstrap musl-gcc:musl-tools \
-		slirp4netns:slirp4netns ip:iproute2 losetup:mount curl:curl openssl:openssl "$@"; do
+		slirp4netns:slirp4netns ip:iproute2 losetup:mount curl:curl openssl:openssl umoci:umoci "$@"; do
 		command -v "${pair%%:*}" >/dev/null || echo "${pair##*:}"
 	done
 	if command -v gcc >/dev/null && [ "$(gcc -print-file-name=libc.a)" = libc.a ]; then echo libc6-dev; fi
