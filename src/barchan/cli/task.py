@@ -101,9 +101,10 @@ def prepare_(
 ) -> int:
     """Build what a set's tasks start from, before a run needs it.
 
-    An image is made for each environment, and for each grader that has one of
-    its own; what is there already is left as it is. The exit code is 1 when a
-    task could not be prepared.
+    An image is made for each environment, for each grader that has one of its
+    own, and of what the test.sh of a Harbor task installs, which then needs no
+    network when it grades. What is there already is left as it is. The exit
+    code is 1 when a task could not be prepared.
 
     For example:
 

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from barchan.errors import BarchanError
 from barchan.model.verdict import Evidence, Verdict
-from barchan.rollout.artifact import ungraded
+from barchan.rollout.artifact import nothing, ungraded
 from barchan.rollout.calls import Observation
-from barchan.rollout.graders.base import Artifact
 from barchan.rollout.pipeline import GradingPipeline
 from barchan.rollout.policies.base import Policy, Step
 from barchan.rollout.policies.canned import NopPolicy, OraclePolicy
@@ -22,8 +21,7 @@ from barchan.rollout.ports import Client
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.runner import Runner
 from barchan.rollout.settings import RunSettings
-from barchan.rollout.tars import packed
-from barchan.rollout.task import DiffArtifact, FileArtifact, FilesArtifact, FunctionGrader, SharedArtifact, Task
+from barchan.rollout.task import DiffArtifact, FunctionGrader, SharedArtifact, Task
 from barchan.rollout.verdict import verdict_of_error
 
 NOT_PASSED = "not passed"  # what a test's evidence begins with
@@ -115,11 +113,7 @@ async def _verdict_on_nothing(graders: GradingPipeline, task: Task, name: str) -
     """An artifact without content. A rollout's would not even be graded; here it is, to see what the checks say."""
     if isinstance(task.grader, FunctionGrader):  # there is nothing that could be called
         return ungraded(Evidence(source="artifact", fact="empty, of bytes", value=0), "completed")
-    if isinstance(task.artifact, FilesArtifact):
-        artifact = Artifact(kind="files", data=packed([])[0])
-    else:
-        artifact = Artifact(kind="file" if isinstance(task.artifact, FileArtifact) else "patch")
-    return await graders.grade(graders.job(name, task, artifact))
+    return await graders.grade(graders.job(name, task, nothing(task)))
 
 
 def admission(task: Task, verdicts: dict[str, list[Verdict]], seconds: float) -> Admission:

@@ -12,7 +12,7 @@ from barchan.rollout import patching
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.ports import Sandbox
 from barchan.rollout.tars import Tree, packed
-from barchan.rollout.task import DiffArtifact, FileArtifact, FilesArtifact, PatchArtifact, Task
+from barchan.rollout.task import DiffArtifact, FileArtifact, FilesArtifact, PatchArtifact, SharedArtifact, Task
 from barchan.rollout.tools.base import Workspace, in_time, is_guests_doing
 from barchan.rollout.verdict import TRUNCATING, scored
 
@@ -41,6 +41,15 @@ async def take(workspace: Workspace, task: Task, image: str) -> Artifact | Evide
         if not isinstance(error, GuestError) and not is_guests_doing(error):
             raise
         return Evidence(source=f"artifact: {type(error).__name__}", fact="not readable", value=str(error)[:400])
+
+
+def nothing(task: Task) -> Artifact:
+    """What an attempt has left that did nothing, where the grader can be given that."""
+    if isinstance(task.artifact, FilesArtifact):
+        return Artifact(kind="files", data=packed([])[0])
+    if isinstance(task.artifact, DiffArtifact | SharedArtifact):
+        return Artifact(kind="diff")
+    return Artifact(kind="file" if isinstance(task.artifact, FileArtifact) else "patch")
 
 
 async def _file(sandbox: Sandbox, spec: FileArtifact) -> Artifact | Evidence:

@@ -1,6 +1,7 @@
 """What tasks start from, built before a run needs it."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
 
@@ -8,13 +9,16 @@ from msgspec import Struct
 
 from barchan.errors import BarchanError
 from barchan.rollout.environments import BUILDS_AT_ONCE, recipes_of
-from barchan.rollout.task import Task
+from barchan.rollout.task import ScriptGrader, Task
+from barchan.rollout.verifier import prepare_verifier
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.build import build
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
-    """What became of one task. `images`: names of what its environment and its grader start from, made by recipes."""
+    """What became of one task. `images`: names of what its environment and its grader start from, made by recipes, and
+    of what its grader installs.
+    """
 
     task_id: str
     ready: bool
@@ -24,11 +28,20 @@ class Prepared(Struct, frozen=True, kw_only=True):
 
 
 async def prepare_all(
-    client: AsyncClient, tasks: Sequence[Task], *, progress: Callable[[str], None] = lambda said: None
+    client: AsyncClient,
+    tasks: Sequence[Task],
+    *,
+    template: str = "debian",
+    progress: Callable[[str], None] = lambda said: None,
 ) -> list[Prepared]:
-    """Build what each task needs, a few at a time. One that fails keeps no other from being prepared."""
+    """Build what each task needs, a few at a time. One that fails keeps no other from being prepared.
+
+    Args:
+        template: The image of tasks without one of their own.
+    """
     turns = asyncio.Semaphore(BUILDS_AT_ONCE)
     done = 0
+    run_id = f"prepare_{secrets.token_hex(6)}"
 
     async def one(task: Task) -> Prepared:
         nonlocal done
@@ -37,6 +50,10 @@ async def prepare_all(
             try:
                 for recipe in recipes_of(task):
                     images.append(await build(client, recipe, progress=lambda said: _tell(task, said)))
+                if isinstance(task.grader, ScriptGrader) and task.grader.installs:
+                    _tell(task, "running the verifier for what it installs")
+                if (kept := await prepare_verifier(client, task, run_id, template)) is not None:
+                    images.append(kept)
             except BarchanError as error:
                 why = str(error)
             done += 1

@@ -64,15 +64,20 @@ class Sandboxes:
 
         return await build(cast(AsyncClient, self._client), environment.recipe)
 
-    async def create(self, role: Role, environment: Environment, *, template: str | None = None) -> Sandbox:
+    async def create(
+        self, role: Role, environment: Environment, *, template: str | None = None, layers: tuple[str, ...] = ()
+    ) -> Sandbox:
         """A new sandbox; while the node has no room, ask again when it says, up to the bound.
 
         Args:
             template: In place of the environment's own image.
+            layers: Images whose own layers lie above it.
         """
         state = self.state
         create_id = f"{self._create_prefix}-{role}-{len(state.ids[role])}"
         options = self._options(role, environment, create_id)
+        if layers:
+            options["layers"] = layers
         template = template or await self.template(environment)
         while True:
             started = time.monotonic()
@@ -110,6 +115,8 @@ class Sandboxes:
             options["disk_mib"] = environment.disk_mib
         if environment.user is not None:
             options["user"] = environment.user
+        if environment.root != "plain":
+            options["root"] = environment.root
         if environment.workdir is not None:
             options["workdir"] = environment.workdir
         if settings.lease_id is not None:
@@ -144,10 +151,10 @@ class Sandboxes:
 
     @asynccontextmanager
     async def opened(
-        self, role: Role, environment: Environment, *, template: str | None = None
+        self, role: Role, environment: Environment, *, template: str | None = None, layers: tuple[str, ...] = ()
     ) -> AsyncIterator[Sandbox]:
         """A sandbox, ended on leaving."""
-        sandbox = await self.create(role, environment, template=template)
+        sandbox = await self.create(role, environment, template=template, layers=layers)
         try:
             yield sandbox
         finally:

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from barchan.model.sandbox import Env, Network
+from barchan.model.sandbox import Env, Network, Root
 from barchan.rollout.calls import ToolCall
 from barchan.rollout.limits import Limits
 from barchan.sdk.recipe import Put, Recipe
@@ -36,12 +36,14 @@ class Environment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     Attributes:
         recipe: Made once, before the first rollout needs it; a group's members all start from it.
+        root: What power root has in the agent's sandbox; see `SandboxSpec`.
         network, allow_hosts: What the agent's sandbox may reach.
     """
 
     recipe: Recipe | None = None
     workdir: str | None = None
     user: str | None = None
+    root: Root = "plain"
     env: Env = {}
     network: Network = "none"
     allow_hosts: tuple[str, ...] = ()
@@ -121,6 +123,8 @@ class ScriptGrader(Struct, frozen=True, kw_only=True, tag="script", forbid_unkno
             member) is the reward and whose others are metrics. The JSON counts where both are there.
         network, allow_hosts: What the command may reach.
         services: Whether the environment's services are started first.
+        installs: The command installs what it needs. Its root is capable; and once `prepare` has kept what it installs
+            as an image, that lies under the artifact and the command has no network.
     """
 
     command: str
@@ -135,6 +139,7 @@ class ScriptGrader(Struct, frozen=True, kw_only=True, tag="script", forbid_unkno
     allow_hosts: tuple[str, ...] = ()
     timeout_s: float = 600.0
     services: bool = False
+    installs: bool = False
 
 
 class TestsGrader(Struct, frozen=True, kw_only=True, tag="tests", forbid_unknown_fields=True):

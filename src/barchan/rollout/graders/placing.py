@@ -10,7 +10,7 @@ from typing import cast
 from msgspec.structs import replace
 
 from barchan.errors import BarchanError, Denied, GuestWrecked, NotFound, TaskError
-from barchan.model.sandbox import Network
+from barchan.model.sandbox import Network, Root
 from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.ports import Sandbox
 from barchan.rollout.tars import Tree, unpacked
@@ -30,6 +30,8 @@ async def placed(
     recipe: Recipe | None = None,
     network: Network = "none",
     allow_hosts: tuple[str, ...] = (),
+    root: Root = "plain",
+    layers: tuple[str, ...] = (),
 ) -> AsyncIterator[Sandbox]:
     """A fresh sandbox that holds the artifact, ended on leaving; of a `shared` artifact the agent's own one, which is
     not.
@@ -39,6 +41,7 @@ async def placed(
 
     Args:
         recipe: What it is made from, in place of the environment's. A `diff` has its own base.
+        layers: Images whose own layers lie between that and the artifact.
     """
     if artifact.sandbox is not None:
         yield artifact.sandbox
@@ -48,8 +51,12 @@ async def placed(
         recipe=recipe or grading.task.environment.recipe,
         network=network,
         allow_hosts=allow_hosts,
+        root=root,
     )
-    async with grading.sandboxes.opened("grader", environment, template=artifact.image or None) as sandbox:
+    template = artifact.image or None
+    if layers and template is not None:
+        layers, template = (*layers, template), None
+    async with grading.sandboxes.opened("grader", environment, template=template, layers=layers) as sandbox:
         try:
             await place(sandbox, artifact, grading.task)
         except BarchanError as error:

@@ -15,11 +15,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from barchan.errors import BarchanError, CallerError, GuestError, NotFound, TaskError
+from barchan.errors import BarchanError, CallerError, Conflict, GuestError, NotFound, TaskError
 from barchan.model.sandbox import ExecResult
 from barchan.model.verdict import Cause, Evidence, Verdict
 from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.graders.placing import clear, placed, put
+from barchan.rollout.graders.prepared import OFFLINE, image_name
 from barchan.rollout.graders.reward import reward_of
 from barchan.rollout.ports import Sandbox
 from barchan.rollout.services import start_services
@@ -48,16 +49,11 @@ class ScriptGrading:
         self._spec = spec
 
     async def grade(self, grading: Grading, artifact: Artifact) -> Verdict:
-        spec = self._spec
         try:
-            async with placed(
-                grading,
-                artifact,
-                recipe=spec.recipe,
-                network=spec.network,
-                allow_hosts=spec.allow_hosts,
-            ) as sandbox:
-                verdict = await self._in(sandbox, grading, is_shared=artifact.sandbox is not None)
+            if self._spec.installs and artifact.sandbox is None:
+                verdict = await self._prepared(grading, artifact)
+            else:
+                verdict = await self._fresh(grading, artifact)
         except TaskError as error:
             if error.details.get("cause") != "service_not_ready":
                 raise
@@ -65,6 +61,54 @@ class ScriptGrading:
             told = Evidence(source="service", fact=str(error)[:400], value=str(error.details.get("output", "")))
             verdict = void("task", "grader_crash", (told,))
         return replace(verdict, exposed=True)
+
+    async def _fresh(self, grading: Grading, artifact: Artifact) -> Verdict:
+        spec = self._spec
+        async with placed(
+            grading,
+            artifact,
+            recipe=spec.recipe,
+            network=spec.network,
+            allow_hosts=spec.allow_hosts,
+            root="capable" if spec.installs else "plain",
+        ) as sandbox:
+            return await self._in(sandbox, grading, is_shared=artifact.sandbox is not None)
+
+    async def _prepared(self, grading: Grading, artifact: Artifact) -> Verdict:
+        """Over what `prepare` has kept, where it has; an artifact that does not go over that is graded without."""
+        spec = self._spec
+        environment = grading.task.environment
+        base = await grading.sandboxes.template(replace(environment, recipe=spec.recipe or environment.recipe))
+        name = await asyncio.to_thread(image_name, spec, base)
+        offline = ScriptGrading(replace(spec, env={**OFFLINE, **spec.env}))
+        is_made = False
+        try:
+            async with placed(grading, artifact, recipe=spec.recipe, root="capable", layers=(name,)) as sandbox:
+                is_made = True
+                return await offline._in(sandbox, grading, is_shared=False)
+        except (NotFound, Conflict) as error:
+            if is_made or "sandbox_id" in error.details:
+                raise
+            if isinstance(error, Conflict):
+                told = Evidence(source="grader", fact="its prepared image does not go under it", value=str(error)[:400])
+                verdict = await self._fresh(grading, artifact)
+                return replace(verdict, evidence=(*verdict.evidence, told))
+        return await self._fresh(grading, artifact)
+
+    async def install(self, sandbox: Sandbox, grading: Grading) -> None:
+        """Run the command for what it installs, whatever its reward.
+
+        Raises:
+            TaskError: It ran out of time.
+        """
+        await in_time(self._prepare(sandbox, grading), FILES_TIMEOUT_S)
+        if self._spec.services:
+            await start_services(sandbox, grading.task.environment.services, grading.log)
+        result = await self._run(sandbox)
+        await _end_all(sandbox)
+        if result.timed_out:
+            told = result.text.strip()[-TAIL_CHARS:]
+            raise TaskError(f"its verifier did not end within {self._spec.timeout_s:g} s: {told or 'it said nothing'}")
 
     async def _in(self, sandbox: Sandbox, grading: Grading, *, is_shared: bool) -> Verdict:
         """While the platform works in it, nothing of the artifact's runs in a sandbox of the grader's own."""

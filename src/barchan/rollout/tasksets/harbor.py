@@ -43,6 +43,10 @@ COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose
 PARTS = ("instruction.md", "environment", "tests", "solution")
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([GMK])", re.IGNORECASE)
+# What a script says that fetches something: an installer, or a program that reads from an address.
+_INSTALLS = re.compile(
+    r"^[^#\n]*\b(apt(-get)?|apk|dnf|yum|pip3?|uvx?|pipx|conda|npm|npx|cargo|go|gem|curl|wget)\s", re.M
+)
 _KIB = {"K": 1, "M": 1 << 10, "G": 1 << 20}
 
 
@@ -241,6 +245,8 @@ class _Folder:
             raise task_error(script, "", "the file is missing")
         workdir = config.environment.workdir if own is None else own.workdir or config.environment.workdir
         network, allow_hosts = self._grader_network()
+        is_shared = verifier.environment_mode == "shared"
+        installs = script.exists() and network != "none" and not is_shared and self._installs("tests/test.sh")
         user = verifier.user if verifier.user is not None else (recipe or agent_recipe).user or "root"
         return ScriptGrader(
             command="/tests/test.sh",
@@ -255,8 +261,12 @@ class _Folder:
             network=network,
             allow_hosts=allow_hosts,
             timeout_s=verifier.timeout_sec,
+            installs=installs,
             services=recipe is None and config.environment.healthcheck is not None,
         )
+
+    def _installs(self, name: str) -> bool:
+        return _INSTALLS.search(self._text(name)) is not None
 
     def _grader_network(self) -> tuple[Network, tuple[str, ...]]:
         agent, verifier, environment = self._config.agent, self._config.verifier, self._config.environment
