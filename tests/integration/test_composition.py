@@ -1,6 +1,8 @@
 """Sandboxes of several images, and images on other bases, on a real node: what is seen, refused and left."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -205,3 +207,21 @@ async def test_another_base(client: AsyncClient) -> None:
     with pytest.raises(barchan.InvalidSpec, match="same layers"):
         await client.rebase("new", "new")
     assert (await client.rebase("old", "new", names=["task"]))[0].refused.endswith("on those of 'old'")
+
+
+async def test_the_command_line(client: AsyncClient, node: NodeProcess) -> None:
+    """`run --layer` and `image rebase` do the same, and say what was left as it was."""
+    await make(client, "tool", "echo tool > /who; mkdir /srv/x")
+    await make(client, "other", "touch /srv/x")
+
+    def said(*words: str) -> tuple[int, str]:
+        argv = [sys.executable, "-m", "barchan.cli", "--state-dir", str(node.state_dir), *words]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    run = await asyncio.to_thread(said, "run", "debian", "--layer", "tool", "--", "cat", "/who")
+    assert run == (0, "tool\n")
+    code, text = await asyncio.to_thread(said, "image", "rebase", "--from", "debian", "--to", "other")
+    assert code == 1
+    assert "tool: left as it was: image 'tool' can't lie above 'other'" in text
+    assert "0 of 1 images are on other now" in text

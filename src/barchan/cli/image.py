@@ -23,6 +23,7 @@ from barchan.cli.common import (
     seconds_of,
 )
 from barchan.cli.image_build import build_app
+from barchan.cli.image_rebase import rebase
 from barchan.cli.image_transfer import pull, push
 from barchan.cli.progress import progress
 from barchan.errors import InvalidSpec
@@ -40,9 +41,14 @@ app = App(name="image", help_format="plaintext")
 app.command(build_app)
 app.command(pull)
 app.command(push)
+app.command(rebase)
 
 
 def _store(common: Common) -> ImageStore:
+    if common.node_url is not None:
+        raise InvalidSpec(
+            "this looks into this machine's own images: give no --url (try: barchan image list --url URL)"
+        )
     return ImageStore(common.local_state_dir / "images")
 
 
@@ -53,7 +59,7 @@ def _has_node(common: Common) -> bool:
 
 @app.command(name="list")
 def list_(*, tree: bool = False, common: Common = DEFAULTS) -> int:
-    """List the images of this machine.
+    """List the images of this machine, or of the node of --url.
 
     SHARED is what of an image's size other images have, too. With --tree:
     the layers, the lowest first, under each those that lie on it, with the
@@ -67,14 +73,18 @@ def list_(*, tree: bool = False, common: Common = DEFAULTS) -> int:
     Args:
         tree: Show the layers as a tree.
     """
-    store = _store(common)
     if tree:
-        return _print_tree(store, common)
-    images = store.list()
+        return _print_tree(_store(common), common)
+    sources: dict[str, str] = {}
+    if common.node_url is not None:
+        with barchan.connect(**common.connection) as client:
+            images = client.images()
+    else:
+        images = _store(common).list()
+        sources = {template.name: template.source for template in _store(common).templates()}
     if common.json:
         print_json(images)
         return OK
-    sources = {template.name: template.source for template in store.templates()}
     now = time.time()
     rows = [
         [

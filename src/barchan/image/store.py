@@ -27,7 +27,7 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
+from barchan.errors import BlobCorrupt, Conflict, InvalidSpec, NotFound
 from barchan.image import gc
 from barchan.image.disk import NO_ROOM, needs_room, remove, size_bytes, sync_directory, sync_tree
 from barchan.image.index import TemplateIndex, layer_file, template_file
@@ -176,10 +176,16 @@ class ImageStore:
                     shutil.rmtree(path)
                 os.close(lock)
 
-    def commit(self, config: TemplateConfig, layers: tuple[NewLayer | Layer, ...]) -> Template:
+    def commit(
+        self, config: TemplateConfig, layers: tuple[NewLayer | Layer, ...], *, replaces: str | None = None
+    ) -> Template:
         """Name a template and keep its layers (topmost first); an older template of this name gives way to it.
 
+        Args:
+            replaces: The digest that the older one must have.
+
         Raises:
+            Conflict: The older one is not the one that was to be replaced.
             NotFound: A `Layer`, which must be in the store, is not: its image was removed.
             CapacityError: The disk is full; nothing of it is left.
         """
@@ -192,6 +198,8 @@ class ImageStore:
             for new in brought:
                 sync_tree(new.path)
             with self._locked() as lock:
+                if replaces is not None and self.resolve(config.name).digest != replaces:
+                    raise Conflict(f"image {config.name!r} was made anew meanwhile", template=config.name)
                 self._check_kept(set(stored) - {new.layer for new in brought})
                 self._doubt(layer_file(layer) for layer in stored)
                 self._doubt(self._layer_files_of(config.name))

@@ -248,9 +248,7 @@ class NodeImages:
             if template.name.startswith(BUILT_PREFIX):
                 raise Conflict(f"image {template.name!r} is named after its base: build its recipe on the new one")
             config, layers = compose.on_another_base(template, old, new)
-            if self.store.resolve(template.name).digest != template.digest:
-                raise Conflict(f"image {template.name!r} was built anew meanwhile")
-            digest = self.store.commit(config, layers).digest
+            digest = self.store.commit(config, layers, replaces=template.digest).digest
         except BarchanError as problem:
             refused = str(problem)
         return Rebased(name=template.name, digest=digest, refused=refused, total=total)
