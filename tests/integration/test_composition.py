@@ -141,6 +141,23 @@ async def test_more_layers_than_a_sandbox_can_have(client: AsyncClient, node: No
         assert len((await sandbox.snapshot()).layers) <= LAYERS_MAX
 
 
+async def test_snapshots_of_snapshots_have_no_end(client: AsyncClient) -> None:
+    """Each is made of the one before, beyond the layers that a sandbox can have: the lower ones become one."""
+    template = "debian"
+    for number in range(LAYERS_MAX + 2):
+        async with await client.create(template, memory_mib=64) as sandbox:
+            await sandbox.exec(
+                f"echo {number} >> /tmp/depth; mkdir -p /tmp/made/{number}; rm -rf /tmp/made/{number - 1}"
+            )
+            image = await sandbox.snapshot()
+        assert len(image.layers) <= LAYERS_MAX
+        template = image.name
+    assert len(image.layers) < LAYERS_MAX / 2
+    async with await client.create(template) as last:
+        seen = (await last.exec("cat /tmp/depth; ls /tmp/made")).text.split()
+    assert seen == [*map(str, range(LAYERS_MAX + 2)), str(LAYERS_MAX + 1)]
+
+
 async def test_a_node_killed_in_the_middle_of_a_merge(
     make_node: Callable[[], NodeProcess], images: Path, tmp_path: Path
 ) -> None:

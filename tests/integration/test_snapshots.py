@@ -13,8 +13,6 @@ import pytest
 import barchan
 from barchan import AsyncClient, AsyncSandbox
 from barchan.image.store import ImageStore
-from barchan.image.template import LAYERS_MAX
-from barchan.model.image import MERGED_PREFIX
 from tests.leaks import CGROUPS, processes
 from tests.nodes import NodeProcess
 
@@ -266,28 +264,6 @@ async def test_a_name_is_given_to_the_newest(client: AsyncClient) -> None:
     for name in ("test-newest", *(image.name for image in pair)):
         async with await client.create(name) as started:
             assert (await started.exec("cat /tmp/content")).text == "new\n"
-        await client.remove_image(name)
-
-
-async def test_snapshots_of_snapshots_have_no_end(client: AsyncClient) -> None:
-    """Each is made of the one before, beyond the layers that a sandbox can have: the lower ones become one."""
-    names: list[str] = []
-    template = "debian"
-    for number in range(LAYERS_MAX + 2):
-        async with await client.create(template, memory_mib=64) as sandbox:
-            await sandbox.exec(
-                f"echo {number} >> /tmp/depth; mkdir -p /tmp/made/{number}; rm -rf /tmp/made/{number - 1}"
-            )
-            image = await sandbox.snapshot()
-        assert len(image.layers) <= LAYERS_MAX
-        names.append(image.name)
-        template = image.name
-    assert len(image.layers) < LAYERS_MAX / 2
-    async with await client.create(template) as last:
-        seen = (await last.exec("cat /tmp/depth; ls /tmp/made")).text.split()
-    assert seen == [*map(str, range(LAYERS_MAX + 2)), str(LAYERS_MAX + 1)]
-    merged = [image.name for image in await client.images() if image.name.startswith(MERGED_PREFIX)]
-    for name in (*names, *merged):
         await client.remove_image(name)
 
 
