@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Brings a clone to the point where it runs: system packages, .venv, guest programs, base image.
-# Usage: scripts/setup.sh [bench] [llm]
+# Usage: scripts/setup.sh [bench] [llm] [test]
 # Does only what is missing and says what it does; when all is there it says nothing and takes a second.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 # What is needed, and the Debian package that brings it.
 missing_packages() {
 	local pair
-	for pair in gcc:gcc make:make mkfs.btrfs:btrfs-progs mkfs.erofs:erofs-utils mmdebstrap:mmdebstrap musl-gcc:musl-tools \
+	for pair in gcc:gcc make:make mkfs.btrfs:btrfs-progs fsck.erofs:erofs-utils mmdebstrap:mmdebstrap musl-gcc:musl-tools \
 		slirp4netns:slirp4netns ip:iproute2 losetup:mount curl:curl openssl:openssl umoci:umoci "$@"; do
 		command -v "${pair%%:*}" >/dev/null || echo "${pair##*:}"
 	done
@@ -75,7 +75,9 @@ install_llm() {
 peers=()
 for want in "$@"; do
 	case $want in
-	bench) peers=(bwrap:bubblewrap crun:crun runc:runc) ;;
+	bench) peers+=(bwrap:bubblewrap crun:crun runc:runc) ;;
+	test) # what the tests compare with; nothing of it is needed to run
+		peers+=(skopeo:skopeo umoci:umoci buildah:buildah docker-registry:docker-registry htpasswd:apache2-utils nginx:nginx-light) ;;
 	llm) ;;
 	*) die "unknown argument: $want" ;;
 	esac

@@ -12,7 +12,7 @@ from barchan.image.debian import DebianSpec, build_debian
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
 
-pytestmark = [pytest.mark.requires("root", "mmdebstrap", "mkfs.erofs"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.requires("root", "mmdebstrap"), pytest.mark.timeout(600)]
 
 IMPORTS = "import asyncio, ctypes, hashlib, json, sqlite3, ssl, unittest, venv, zipfile"
 LOOK = f"""
@@ -63,12 +63,12 @@ def in_image(store: ImageStore, template: Template, *argv: str) -> str:
 
 
 def test_two_builds_have_one_digest(stores: list[tuple[ImageStore, Template]]) -> None:
-    """The same package versions give the same file, byte for byte, of about 60 MB; no build leaves anything else."""
+    """The same package versions give the same file, byte for byte, of about 105 MB; no build leaves anything else."""
     (one, first), (two, second) = stores
     assert first.digest == second.digest
     paths = [one.layer_path(first.layers[0]), two.layer_path(second.layers[0])]
     assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert 30 << 20 < first.size_bytes < 100 << 20
+    assert 60 << 20 < first.size_bytes < 150 << 20
     for store in (one, two):
         assert list((store.root / "tmp").iterdir()) == []
 

@@ -11,7 +11,7 @@ from tests.security.lab import Lab
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/security/" in str(item.path):
-            item.add_marker(pytest.mark.requires("root", "userns", "cgroup", "static-libc", "mkfs.btrfs", "mkfs.erofs"))
+            item.add_marker(pytest.mark.requires("root", "userns", "cgroup", "static-libc", "mkfs.btrfs", "fsck.erofs"))
 
 
 @pytest.fixture(scope="session")

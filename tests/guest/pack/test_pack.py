@@ -207,7 +207,7 @@ def test_a_sparse_file_takes_the_room_of_its_data(tmp_path: Path, pack: Pack, mo
 
 
 def test_the_largest_file_there_can_be_is_packed_or_refused(tmp_path: Path, pack: Pack, mount: Mount) -> None:
-    """Of exabytes: its table has a size that can be when there is nothing in it; with anything in it, it is too much."""
+    """Of exabytes: its table has a size that can be when there is nothing in it; with anything in it, too much."""
     with mounted("tmpfs", "tmpfs", tmp_path / "tree", "size=1m") as tree:
         with open(tree / "file", "wb") as file:
             file.truncate(2**63 - 1 - BLOCK)

@@ -44,7 +44,7 @@ EXPECTED = {
     "barchan-pack",
     "mkfs.btrfs",
     "python",
-    "mkfs.erofs",
+    "fsck.erofs",
     "mmdebstrap",
     "slirp4netns",
     "open files",

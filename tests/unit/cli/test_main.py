@@ -114,7 +114,6 @@ def test_a_missing_requirement_is_the_platform_s_fault(
     assert "needs root (try: sudo barchan image build debian)" in capsys.readouterr().err
 
 
-@pytest.mark.requires("mkfs.erofs")
 def test_images_from_pull_to_removal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """pull, list, show and remove agree, as text and as JSON."""
     tree = tmp_path / "tree"

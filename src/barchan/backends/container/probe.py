@@ -15,6 +15,7 @@ from barchan.model.node import Requirement
 CONTAINER = "container"
 BUILD = "image build"
 LAYERS = "layers as files"
+UNPACKED = "layers as directories"  # where they can't stay files
 OPEN = 'network="open"'
 MANY = "many sandboxes"
 PYTHON_MIN = (3, 11)
@@ -58,7 +59,7 @@ def requirements() -> list[Requirement]:
     """
     checked = [*_tried(), *_cgroups(), *_guest_binaries(), _tool("mkfs.btrfs", "btrfs-progs", CONTAINER), _python()]
     checked += [
-        _tool("mkfs.erofs", "erofs-utils", BUILD),
+        _tool("fsck.erofs", "erofs-utils", UNPACKED),
         _tool("mmdebstrap", "mmdebstrap", BUILD),
         _tool("slirp4netns", "slirp4netns", OPEN),
     ]
