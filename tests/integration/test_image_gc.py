@@ -135,6 +135,16 @@ async def test_a_node_tells_what_it_has_of_each_layer(client: AsyncClient, store
     assert (found.size_bytes, found.local_bytes) == (size, size)
 
 
+async def test_images_of_a_node_elsewhere_are_listed_by_its_address(node: NodeProcess, base: Template) -> None:
+    """What looks into files is for this machine's own node, and says so."""
+    command = [sys.executable, "-m", "barchan.cli", "image"]
+    address = ["--url", f"unix://{node.socket}", "--json"]
+    listed = subprocess.run([*command, "list", *address], capture_output=True, check=True, timeout=60)
+    assert [image["digest"] for image in json.loads(listed.stdout)] == [base.digest]
+    refused = subprocess.run([*command, "verify", *address], capture_output=True, text=True, check=False, timeout=60)
+    assert (refused.returncode, "give no --url" in refused.stderr) == (2, True)
+
+
 async def test_removing_through_the_command_asks_the_node(
     client: AsyncClient, node: NodeProcess, store: ImageStore, base: Template
 ) -> None:
