@@ -210,6 +210,22 @@ async def test_a_store_that_is_away_for_a_while_is_waited_for(make_place: MakePl
         assert await reading == place.sums
 
 
+async def test_a_sandbox_that_waits_for_a_store_can_be_ended(make_place: MakePlace) -> None:
+    """Long before the bound, and with its reader as healthy as before."""
+    place = await make_place("--image-wait-s", "3600")
+    async with place.client() as client:
+        sandbox, other = await client.create("data"), await client.create("data")
+        place.store.rename(place.store.with_name("away"))
+        reading = asyncio.create_task(sums(sandbox))
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(WAIT_S):
+            await sandbox.kill()
+        with pytest.raises(barchan.SandboxExpired):
+            await reading
+        place.store.with_name("away").rename(place.store)
+        assert await sums(other) == place.sums
+
+
 async def test_a_corrupt_chunk_is_refused_and_the_others_are_right(make_place: MakePlace) -> None:
     """Nobody sees a wrong byte: who reads it is ended, who reads another file is not."""
     place = await make_place("--image-wait-s", "5")

@@ -13,6 +13,7 @@ from barchan.backends.base import Capabilities, Ended
 from barchan.backends.container import probe
 from barchan.backends.container.cgroup import Counters, kill, sandbox_of, thaw
 from barchan.backends.container.cut import Cutter
+from barchan.backends.container.hot import FirstReads
 from barchan.backends.container.lazy import LazyReader, ReaderSettings, Unavailable
 from barchan.backends.container.supervisor import REQUEST_TIMEOUT_S, Answer, SupervisorClient
 from barchan.backends.guest import GuestConnection, init_died
@@ -153,6 +154,7 @@ class ContainerBackend:
         self._cgroup = "v1"
         self.on_unavailable: Callable[[Sequence[str], str], None] = lambda ids, cause: None
         self._lazy = LazyReader(state_dir, self.request, self._unavailable, reader)
+        self._first_reads = FirstReads(self._lazy, images)
         self._weaken = weaken
 
     def probe(self) -> Sequence[Requirement]:
@@ -227,6 +229,7 @@ class ContainerBackend:
     async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> ContainerHandle:
         for layer in template.layers:
             await self._mount(layer.digest, layer.kind, self._images.layer_path(layer))
+        self._first_reads.begin(template)
         request = asyncio.create_task(
             self.request(
                 "create",
@@ -398,6 +401,7 @@ class ContainerBackend:
 
     async def close(self) -> None:
         await self._close_cutter()
+        await self._first_reads.close()
         await self._lazy.close()
         for handle in list(self._handles.values()):
             handle.guest.close()
@@ -412,8 +416,10 @@ class ContainerBackend:
 
     async def shutdown(self) -> None:
         await self._close_cutter()  # or the pool would outlive the supervisor
+        await self._first_reads.close()
         await self._lazy.close()  # or it would want another reader when the supervisor lets go of the first
         (await self.request("shutdown")).close()
+        self._lazy.removed()
         await self.close()
 
 

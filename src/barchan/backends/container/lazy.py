@@ -169,6 +169,10 @@ class LazyReader:
         if self._connected.done() and not self._connected.exception():
             self._connected.result().close()
 
+    def removed(self) -> None:
+        """The file system is gone, and the reader ends. One that was killed has left its socket."""
+        self._socket.unlink(missing_ok=True)
+
     async def _request(self, op: str, **keys: Any) -> wire.Message:
         answer = await (await self._client()).request(op, **keys)
         answer.close()

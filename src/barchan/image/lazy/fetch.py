@@ -85,7 +85,8 @@ class Fetcher:
 
     async def load(self, chunks: Iterable[int]) -> None:
         """Have those chunks in the cache, as far as there is room. Raises as `read`."""
-        for run in _runs(sorted(set(chunks)), self._run_max):
+        missing = sorted({chunk for chunk in chunks if self.layer.note(chunk) != PRESENT})
+        for run in _runs(missing, self._run_max):
             await self._get(run)
 
     async def close(self) -> None:
@@ -94,10 +95,16 @@ class Fetcher:
         await asyncio.gather(*self._loads, return_exceptions=True)
 
     async def _get(self, chunks: range) -> dict[int, bytes]:
-        """The chunks that had to be fetched; the others were in the cache when this began."""
+        """Those chunks; one may be missing that was in the cache and is no more."""
         for chunk in chunks:
             if self.layer.note(chunk) == UNVERIFIED and chunk not in self._flying:
                 await self._verify(chunk)
+        # Now, for while others are fetched these may have to go.
+        got: dict[int, bytes] = {}
+        for chunk in chunks:
+            data = self.layer.read(chunk * self.index.chunk_bytes, self.index.size(chunk))
+            if data is not None:
+                got[chunk] = data
         joined = {chunk: self._flying[chunk] for chunk in chunks if chunk in self._flying}
         missing = [chunk for chunk in chunks if chunk not in joined and self.layer.note(chunk) == ABSENT]
         own: dict[int, asyncio.Future[bytes]] = {}
@@ -105,7 +112,6 @@ class Fetcher:
             own |= self._start(run)
         if missing or joined:
             self._read_ahead(chunks)
-        got: dict[int, bytes] = {}
         for chunk, flying in joined.items():
             try:
                 got[chunk] = await asyncio.shield(flying)
@@ -114,11 +120,6 @@ class Fetcher:
                 own[chunk] = flying
         for chunk, flying in own.items():
             got[chunk] = await asyncio.shield(flying)
-        cached = [chunk for chunk in chunks if chunk not in got]
-        for chunk in cached:
-            data = self.layer.read(chunk * self.index.chunk_bytes, self.index.size(chunk))
-            if data is not None:
-                got[chunk] = data
         return got
 
     async def _verify(self, chunk: int) -> None:

@@ -6,7 +6,7 @@ import struct
 from typing import Final, NamedTuple
 
 MAJOR: Final = 7
-MINOR: Final = 31  # the newest whose answers are written here; a newer kernel speaks it too
+MINOR: Final = 40  # the newest whose answers are written here; a newer kernel speaks it too
 ROOT_ID: Final = 1
 MESSAGE_BYTES_MAX: Final = 64 << 10  # of a request: nobody writes here
 READ_BYTES_MAX: Final = 1 << 20

@@ -1,0 +1,80 @@
+"""What the first sandbox of a template reads first: noted once, kept in its store, fetched early from then on."""
+
+import asyncio
+
+from barchan.backends.container.lazy import LazyReader
+from barchan.errors import BarchanError
+from barchan.image.store import ImageStore
+from barchan.image.template import Layer, Template
+
+RECORD_S = 20.0
+PREFETCH_CHUNKS_MAX = 4096  # of one entry of a record: they go in one packet
+TEMPLATES_MAX = 4096  # that are remembered as seen
+
+
+class FirstReads:
+    """For lazily kept layers only. It works beside the create that it is told of, and delays nothing.
+
+    Args:
+        record_s: How long reads are noted, from the first create of a template that nobody has noted before.
+    """
+
+    def __init__(self, reader: LazyReader, images: ImageStore, record_s: float = RECORD_S) -> None:
+        self._reader = reader
+        self._images = images
+        self._record_s = record_s
+        self._seen: dict[str, None] = {}
+        self._recorded: set[str] = set()  # layers whose reads are noted now
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, template: Template) -> None:
+        """A sandbox of this template is about to start; its layers are mounted."""
+        layers = [layer for layer in template.layers if layer.kind == "lazy"]
+        if not layers or template.digest in self._seen:
+            return
+        self._seen[template.digest] = None
+        if len(self._seen) > TEMPLATES_MAX:
+            del self._seen[next(iter(self._seen))]
+        task = asyncio.get_running_loop().create_task(self._run(template.digest, layers))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Give up what is being noted."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, template: str, layers: list[Layer]) -> None:
+        try:
+            await self._fetch_or_note(template, layers)
+        except (BarchanError, OSError) as error:  # it is a hint: sandboxes start without, only slower
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"the first reads of template {template[:12]} are not known", "exception": error}
+            )
+
+    async def _fetch_or_note(self, template: str, layers: list[Layer]) -> None:
+        from barchan.image.blobs import BlobStore
+        from barchan.image.hot import merge_hot, read_hot, write_hot
+        from barchan.image.stored import read_lazy
+
+        # Before it is known whether that is needed: the sandbox reads already.
+        noted = [layer.digest for layer in layers if layer.digest not in self._recorded]
+        self._recorded.update(noted)
+        try:
+            for digest in noted:
+                await self._reader.start_record(digest)
+            described = await asyncio.to_thread(read_lazy, self._images.layer_path(layers[0]))
+            store = BlobStore.open(described.url)
+            record = await read_hot(store, template)
+            for digest, chunks in record:
+                if any(layer.digest == digest for layer in layers):
+                    await self._reader.prefetch(digest, chunks[:PREFETCH_CHUNKS_MAX])
+            if not record and not store.is_read_only:
+                await asyncio.sleep(self._record_s)
+                found = [(digest, tuple(await self._reader.stop_record(digest))) for digest in noted]
+                record = tuple((digest, chunks) for digest, chunks in found if chunks)
+                if record:
+                    await write_hot(store, template, merge_hot(record, (), chunk_bytes=described.index.chunk_bytes))
+        finally:
+            self._recorded.difference_update(noted)
