@@ -25,7 +25,7 @@ def ps(*, label: Words = (), common: Common = DEFAULTS) -> int:
         [
             info.sandbox_id,
             info.phase,
-            info.template,
+            " + ".join((info.template, *info.spec.layers)),
             human_age(info.age_s),
             human_age(info.idle_s),
             str(info.processes_running),
