@@ -154,8 +154,8 @@ async def test_what_is_admitted(client: AsyncClient, tmp_path: Path) -> None:
     told = {item.task_id: "; ".join(item.why) for item in found}
     assert [item.task_id for item in found if item.admitted] == ["a-sound"]
     assert (found[0].oracle, found[0].nop, found[0].empty, found[0].why) == ((1.0, 1.0), (0.0, 0.0), (0.0, 0.0), ())
-    assert told["b-wrong"].startswith("oracle, round 1: reward 0, completed")
-    assert told["c-generous"].startswith("nop, round 1: reward 1, completed")
+    assert told["b-wrong"].startswith("oracle, rounds 1, 2: reward 0, completed")
+    assert told["c-generous"].startswith("nop, rounds 1, 2 and empty, rounds 1, 2: reward 1, completed")
     assert told["d-unsolved"] == "it has no known-good attempt"
     assert "RUN exit 3" not in told["e-broken"] and "ended with exit code 3" in told["e-broken"]
     assert "void by platform, reward_missing" in told["f-silent"] and found[5].oracle == (None, None)

@@ -106,7 +106,7 @@ def dockerfile(
         path / "Dockerfile" if path.is_dir() else path,
         args=key_values(arg, "--arg"),
         bases=key_values(base, "--base"),
-        base_config=lambda name: _base_config(store, name),
+        base_config=base_config(common),
         network="allow" if allow else network or "open",
         allow_hosts=allow,
     )
@@ -126,17 +126,25 @@ def dockerfile(
     return made(store.commit(config, prepared.layers), common)
 
 
-def _base_config(store: ImageStore, name: str) -> BaseConfig | None:
-    """What a Dockerfile goes on from. The user and folder of an image of `image build debian` are for agents: to a
+def base_config(common: Common) -> Callable[[str], BaseConfig | None]:
+    """What Dockerfiles go on from, by the name of an image of this machine; None for one that is not here, or where
+    another machine's node is asked. The user and folder of an image of `image build debian` are for agents: to a
     Dockerfile it is what Docker's own is.
     """
-    try:
-        template = store.resolve(name)
-    except NotFound:
-        return None  # which the build says, with what there is
-    if template.source.startswith("debian:"):
-        return BaseConfig(env=template.env)
-    return BaseConfig(template.user, template.workdir, template.env, template.entrypoint, template.cmd)
+    store = ImageStore(common.local_state_dir / "images")
+
+    def of(name: str) -> BaseConfig | None:
+        try:
+            template = store.resolve(name) if common.node_url is None else None
+        except NotFound:
+            template = None
+        if template is None:
+            return None
+        if template.source.startswith("debian:"):
+            return BaseConfig(env=template.env)
+        return BaseConfig(template.user, template.workdir, template.env, template.entrypoint, template.cmd)
+
+    return of
 
 
 async def _build(recipe: Recipe, connection: Mapping[str, Any], say: Callable[[str], None]) -> str:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 import barchan
 from barchan.cli.common import DEFAULTS, FAILED, INTERRUPTED, OK, Common, key_values, print_json
+from barchan.cli.image_build import base_config
 from barchan.cli.rollout_policy import PolicyOptions, limited, policy_of
 from barchan.cli.rollout_report import print_summary
 from barchan.cli.rollout_run import carry_out
@@ -168,7 +169,8 @@ def rollout(
         max_tokens=max_tokens,
         turn_tokens=turn_tokens,
     )
-    found = load_set(tasks, SetOptions(repos, key_values(base, "--base"), os.environ))
+    set_options = SetOptions(repos, key_values(base, "--base"), os.environ, base_config(common))
+    found = load_set(tasks, set_options)
     chosen = TaskSet(found.name, limited(_chosen(found.tasks, task, limit), options))
     make_policy = policy_of(options, chosen.tasks)
     agents = concurrency or AGENTS_PER_CPU * len(os.sched_getaffinity(0))

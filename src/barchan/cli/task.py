@@ -12,6 +12,7 @@ from cyclopts.validators import Number
 
 import barchan
 from barchan.cli.common import DEFAULTS, FAILED, OK, Common, key_values, print_json, print_table
+from barchan.cli.image_build import base_config
 from barchan.cli.progress import progress
 from barchan.errors import InvalidSpec
 from barchan.rollout.admission import Admission, check
@@ -67,7 +68,7 @@ def check_(
         repos: swe: the folder with the rows' repositories.
         base: Harbor: the image of the node that a task's base means, as NAME=IMAGE; may be repeated.
     """
-    chosen = _chosen(tasks, limit, task, repos, base)
+    chosen = _chosen(tasks, limit, task, repos, base, common)
     at_once = concurrency or 2 * len(os.sched_getaffinity(0))
     settings = RunSettings(
         run_id=f"check_{secrets.token_hex(6)}",
@@ -117,7 +118,7 @@ def prepare_(
         repos: swe: the folder with the rows' repositories.
         base: Harbor: the image of the node that a task's base means, as NAME=IMAGE; may be repeated.
     """
-    chosen = _chosen(tasks, limit, task, repos, base)
+    chosen = _chosen(tasks, limit, task, repos, base, common)
     found = asyncio.run(_prepare(chosen, common))
     ready = sum(item.ready for item in found)
     rows = [
@@ -131,8 +132,11 @@ def prepare_(
     return OK if ready == len(found) else FAILED
 
 
-def _chosen(spec: str, limit: int | None, ids: Sequence[str], repos: Path | None, base: Sequence[str]) -> list[Task]:
-    found = load_set(spec, SetOptions(repos, key_values(base, "--base"), os.environ)).tasks
+def _chosen(
+    spec: str, limit: int | None, ids: Sequence[str], repos: Path | None, base: Sequence[str], common: Common
+) -> list[Task]:
+    options = SetOptions(repos, key_values(base, "--base"), os.environ, base_config(common))
+    found = load_set(spec, options).tasks
     if missing := set(ids) - {task.task_id for task in found}:
         raise InvalidSpec(f"--task {sorted(missing)[0]}: the set has no such task")
     return [task for task in found if not ids or task.task_id in ids][:limit]

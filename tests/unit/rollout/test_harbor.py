@@ -10,6 +10,7 @@ from barchan.errors import TaskError
 from barchan.rollout.calls import call_to
 from barchan.rollout.task import DiffArtifact, FilesArtifact, ScriptGrader, SharedArtifact, Task
 from barchan.rollout.tasksets.harbor import load_harbor
+from barchan.sdk.dockerfile import BaseConfig
 from barchan.sdk.recipe import Put, Recipe, Run
 
 Make = Callable[..., Path]
@@ -288,3 +289,13 @@ def test_a_folder_without_its_file(make: Make, tmp_path: Path) -> None:
         load_harbor(tmp_path)
     with pytest.raises(TaskError, match=r"no/task.toml: the file is missing"):
         load_harbor(tmp_path / "no")
+
+
+def test_a_dockerfile_goes_on_from_its_base(make: Make) -> None:
+    """Its user and folder are those of the base, where they are known; the verifier runs as that user, too."""
+    folder = make(environment__Dockerfile="FROM base\nRUN true\n")
+    known = {"base": BaseConfig(user="app", workdir="/srv")}
+    task = only(folder, base_config=known.get)
+    recipe = task.environment.recipe
+    assert recipe is not None and isinstance(recipe.steps[0], Run)
+    assert (recipe.user, recipe.workdir, recipe.steps[0].user, grader(task).user) == ("app", "/srv", "app", "app")

@@ -1,12 +1,13 @@
 """Task sets by how a person names them."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from barchan.errors import InvalidSpec, TaskError
 from barchan.rollout.task import Task
+from barchan.sdk.dockerfile import BaseConfig
 
 FORMS = "humaneval, a folder of Harbor tasks, swe:ROWS.jsonl, FILE.py, or module:function"
 
@@ -18,11 +19,13 @@ class SetOptions(NamedTuple):
         repos: Of `swe:`: the folder that the rows' repositories lie in.
         bases: Of Harbor folders: images of the node by the name that a task gives its base.
         variables: Of Harbor folders: values for the `${NAME}` of their variables.
+        base_config: Of Harbor folders: what an image of the node starts with, for Dockerfiles on it.
     """
 
     repos: Path | None = None
     bases: Mapping[str, str] = {}
     variables: Mapping[str, str] = {}
+    base_config: Callable[[str], BaseConfig | None] = lambda name: None
 
 
 class TaskSet(NamedTuple):
@@ -58,7 +61,8 @@ def load_set(spec: str, options: SetOptions = SetOptions()) -> TaskSet:  # noqa:
     elif path.is_dir():
         from barchan.rollout.tasksets.harbor import load_harbor
 
-        found = TaskSet(path.resolve().name, load_harbor(path, bases=options.bases, variables=options.variables))
+        loaded = load_harbor(path, bases=options.bases, variables=options.variables, base_config=options.base_config)
+        found = TaskSet(path.resolve().name, loaded)
     elif kind.endswith(".py") or (rows and "/" not in kind):
         from barchan.rollout.tasksets.plain import load_plain
 

@@ -4,7 +4,7 @@ import ipaddress
 import posixpath
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -34,7 +34,7 @@ from barchan.rollout.tasksets.harbor_config import (
     task_error,
 )
 from barchan.sdk.build import network_of
-from barchan.sdk.dockerfile import load_dockerfile
+from barchan.sdk.dockerfile import BaseConfig, load_dockerfile
 from barchan.sdk.recipe import Put, Recipe, Run
 
 ARTIFACTS = "/logs/artifacts"
@@ -51,7 +51,12 @@ _KIB = {"K": 1, "M": 1 << 10, "G": 1 << 20}
 
 
 def load_harbor(
-    path: Path, *, bases: Mapping[str, str] = {}, variables: Mapping[str, str] = {}, build_network: Network = "open"
+    path: Path,
+    *,
+    bases: Mapping[str, str] = {},
+    variables: Mapping[str, str] = {},
+    build_network: Network = "open",
+    base_config: Callable[[str], BaseConfig | None] = lambda name: None,
 ) -> list[Task]:
     """The tasks of one task folder, or of a folder of them, by name.
 
@@ -59,16 +64,17 @@ def load_harbor(
         bases: Names of the node's images by what FROM or `docker_image` says, where that is another name.
         variables: For `${NAME}` in the tables of environment variables.
         build_network: What the RUN steps of their Dockerfiles may reach.
+        base_config: What an image of the node starts with, by its name; None where it is not known.
 
     Raises:
         TaskError: A folder can't be used; the message and `details` name the file, and the key in it.
     """
     if (path / CONFIG).exists() or not path.is_dir():
-        return [_Folder(path, bases, variables, build_network).task()]
+        return [_Folder(path, bases, variables, build_network, base_config).task()]
     folders = [entry for entry in sorted(path.iterdir()) if entry.is_dir() and _is_task(entry)]
     if not folders:
         raise TaskError(f"{path}: neither a task folder nor a folder of them: there is no {CONFIG}")
-    return [_Folder(folder, bases, variables, build_network).task() for folder in folders]
+    return [_Folder(folder, bases, variables, build_network, base_config).task() for folder in folders]
 
 
 def _is_task(folder: Path) -> bool:
@@ -78,12 +84,18 @@ def _is_task(folder: Path) -> bool:
 
 class _Folder:
     def __init__(
-        self, path: Path, bases: Mapping[str, str], variables: Mapping[str, str], build_network: Network
+        self,
+        path: Path,
+        bases: Mapping[str, str],
+        variables: Mapping[str, str],
+        build_network: Network,
+        base_config: Callable[[str], BaseConfig | None],
     ) -> None:
         self._path = path.absolute()
         self._bases = bases
         self._variables = variables
         self._build_network: Network = build_network
+        self._base_config = base_config
         self._config: Config = read_config(self._path)
 
     def task(self) -> Task:
@@ -151,6 +163,7 @@ class _Folder:
                 recipe = load_dockerfile(
                     dockerfile,
                     bases=self._bases,
+                    base_config=self._base_config,
                     network=self._build_network,
                     timeout_s=fields.build_timeout_sec,
                 )
