@@ -19,6 +19,7 @@ check: setup
 	$(PYTEST) -q tests/tidy
 
 test: check
+	@scripts/setup.sh test
 	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy $(SERIAL))
 	$(MAKE) --no-print-directory -C guest OUT=$(ASAN) asan
 	BARCHAN_INIT=$(ASAN)/asan/barchan-init $(PYTEST) -q -n 2 --dist loadfile tests/guest

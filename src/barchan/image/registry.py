@@ -435,7 +435,7 @@ class Registry:
         if status == 403:
             raise Denied(f"{what}: {self.host} does not let us do that (try: other credentials)", status=status)
         if status == 404:
-            raise NotFound(f"{what}: {self.host} has no such thing", reference=what)
+            raise NotFound(f"{what}: {self.host} has no such thing (try: another name or tag)", reference=what)
         raise BackendError(f"{what}: {self.host} answered with status {status}", status=status)
 
     @property
