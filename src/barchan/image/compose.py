@@ -179,7 +179,8 @@ def on_another_base(template: Template, old: Template, new: Template) -> tuple[T
 
     Whatever setting it has just as `old` has it, it gets as `new` has it.
     """
-    own = template.layers[: -len(old.layers)]
+    above = template.layers[: -len(old.layers)]
+    between = max(0, template.base_layers - len(old.layers))  # of the image it was built on, if that is on the old base
     env = {key: value for key, value in template.env.items() if old.env.get(key) != value}
     # What the image took away from its base stays away.
     taken = {key: value for key, value in new.env.items() if key in template.env or key not in old.env}
@@ -190,7 +191,6 @@ def on_another_base(template: Template, old: Template, new: Template) -> tuple[T
         workdir=new.workdir if template.workdir == old.workdir else template.workdir,
         entrypoint=new.entrypoint if template.entrypoint == old.entrypoint else template.entrypoint,
         cmd=new.cmd if template.cmd == old.cmd else template.cmd,
-        base_layers=len(new.layers),
     )
-    layers = distinct((*own, *new.layers))
-    return replace(config, base_layers=len(layers) - len(distinct(own))), layers
+    layers = distinct((*above, *new.layers))
+    return replace(config, base_layers=len(layers) - len(above) + between), layers

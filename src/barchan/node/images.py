@@ -187,6 +187,7 @@ class NodeImages:
                 template = self.store.resolve(name)
             except NotFound:
                 template = await finished(asyncio.to_thread(self._merge, name, layers, run))
+        self.store.note_use(name)
         return template.layers[0]
 
     def _merge(self, name: str, layers: tuple[Layer, ...], run: range) -> Template:

@@ -91,3 +91,5 @@ def test_an_image_on_another_base() -> None:
     assert stack == layers("knmD") and config.base_layers == 3
     assert config.env == {"same": "1", "changed": "2", "fresh": "1", "own": "x"}
     assert (config.name, config.user, config.workdir) == ("task", "b", "/k")
+    config, stack = on_another_base(image("more", "pkoD", 3), old, new)
+    assert stack == layers("pknmD") and config.base_layers == 4  # its own is what it added to the image in between
