@@ -1,7 +1,8 @@
-"""A FUSE file system mounted nowhere, as the supervisor makes one, for tests that serve it."""
+"""File systems mounted nowhere, for tests that serve them or hand them on."""
 
 import ctypes
 import os
+from pathlib import Path
 
 _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
 _SET_FLAG, _SET_STRING, _CREATE = 0, 1, 6
@@ -15,15 +16,26 @@ def _checked(returned: int) -> int:
     return returned
 
 
+def _open(kind: str, options: dict[str, str], *flags: str) -> int:
+    context = _checked(_libc.syscall(_SYS_FSOPEN, kind.encode(), 1))
+    try:
+        for key, value in options.items():
+            _checked(_libc.syscall(_SYS_FSCONFIG, context, _SET_STRING, key.encode(), value.encode(), 0))
+        for flag in flags:
+            _checked(_libc.syscall(_SYS_FSCONFIG, context, _SET_FLAG, flag.encode(), None, 0))
+        _checked(_libc.syscall(_SYS_FSCONFIG, context, _CREATE, None, None, 0))
+        return _checked(_libc.syscall(_SYS_FSMOUNT, context, 1, 1))
+    finally:
+        os.close(context)
+
+
 def open_fuse() -> tuple[int, int]:
-    """Descriptors of the device and of the file system."""
+    """Descriptors of the device and of the file system, as the supervisor makes them."""
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-    context = _checked(_libc.syscall(_SYS_FSOPEN, b"fuse", 1))
     options = {"fd": str(device), "rootmode": "40000", "user_id": "0", "group_id": "0"}
-    for key, value in options.items():
-        _checked(_libc.syscall(_SYS_FSCONFIG, context, _SET_STRING, key.encode(), value.encode(), 0))
-    _checked(_libc.syscall(_SYS_FSCONFIG, context, _SET_FLAG, b"allow_other", None, 0))
-    _checked(_libc.syscall(_SYS_FSCONFIG, context, _CREATE, None, None, 0))
-    mounted = _checked(_libc.syscall(_SYS_FSMOUNT, context, 1, 1))
-    os.close(context)
-    return device, mounted
+    return device, _open("fuse", options, "allow_other")
+
+
+def open_erofs(image: Path) -> int:
+    """A descriptor of the file system in that file, as the reader makes it."""
+    return _open("erofs", {"source": os.fspath(image)})
