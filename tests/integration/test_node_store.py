@@ -14,7 +14,7 @@ import pytest
 import barchan
 from barchan.errors import BlobCorrupt, BlobUnavailable, Conflict, InvalidSpec, NotFound
 from barchan.image.blobs import BlobStore
-from barchan.image.remote import push
+from barchan.image.remote import pull, push
 from barchan.image.store import ImageStore
 from barchan.model.sandbox import SandboxSpec
 from barchan.node.images import NodeImages
@@ -93,6 +93,28 @@ def test_a_node_makes_sandboxes_of_images_from_its_store(node: NodeProcess, push
             client.create("nowhere")
     with pytest.raises(Conflict, match="has images from"):
         barchan.connect(state_dir=node.state_dir, store=tmp_path / "another")
+
+
+@pytest.mark.requires("fuse", "userns", "mkfs.btrfs")
+def test_a_node_with_nothing_runs_an_image_of_its_store(pushed: Path, tmp_path: Path) -> None:
+    """Asked for by name, it runs, though all that was made of it here is a small file; pulled, it needs no store."""
+    (tmp_path / "empty").mkdir()
+    node = NodeProcess(tmp_path / "node", tmp_path / "empty")
+    node.start("--store", pushed.as_uri())
+    with barchan.connect(state_dir=node.state_dir) as client:
+        with client.create("debian", memory_mib=256) as sandbox:
+            assert sandbox.exec(["python3", "-c", "import json; print(json.dumps([1]))"]).stdout == b"[1]\n"
+    assert node.end() == []
+    images = ImageStore(tmp_path / "empty")
+    (lazy,) = images.resolve("debian").layers
+    assert images.layer_path(lazy).stat().st_size < 1 << 20
+    whole = asyncio.run(pull(images, "debian", BlobStore.open(str(pushed)), lambda what, done, total: None))
+    assert (lazy.kind, whole.layers[0].kind, whole.layers[0].digest) == ("lazy", "erofs", lazy.digest)
+    shutil.rmtree(pushed)
+    node.start()
+    with barchan.connect(state_dir=node.state_dir) as client, client.create("debian", memory_mib=256) as sandbox:
+        assert sandbox.exec(["python3", "-c", "import ssl"]).exit_code == 0
+    assert node.end() == []
 
 
 def test_a_store_goes_with_a_node_of_one_s_own() -> None:

@@ -7,10 +7,12 @@ URLs can be shown and kept.
 
 import asyncio
 import errno
+import functools
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +41,7 @@ CONNECT_TIMEOUT_S = 5.0
 OPERATION_TIMEOUT_S = 60.0  # one request with its repetitions
 RETRIES = 3
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.1, 2.0
+REQUESTS_AT_ONCE = 32  # of one store in one process; more wait
 PART_BYTES = 8 << 20
 PARTS_AT_ONCE = 4
 KEYS_MAX = 100_000
@@ -63,6 +66,8 @@ class BlobStore:
         self._root = root
         self._opened = store
         self._timeout_s = timeout_s
+        # Threads of its own: a store that hangs must not take those that other work of the process waits for.
+        self._threads = ThreadPoolExecutor(REQUESTS_AT_ONCE, "barchan-store")
 
     @classmethod
     def open(cls, url: str, *, timeout_s: float = OPERATION_TIMEOUT_S, retries: int = RETRIES) -> "BlobStore":
@@ -108,7 +113,7 @@ class BlobStore:
         """Make the directory of a store in one; other stores are there already. Raises as `put`."""
         self._check_writable()
         if self._root is not None:
-            await self._ask("", asyncio.to_thread(self._root.mkdir, parents=True, exist_ok=True))
+            await self._ask("", functools.partial(self._root.mkdir, parents=True, exist_ok=True))
 
     async def get(self, key: str, bytes_max: int) -> bytes:
         """A whole blob.
@@ -119,43 +124,42 @@ class BlobStore:
             Denied, TransportError: The store refuses, is slow or dead.
         """
 
-        async def whole() -> bytes:
-            result = await self._store().get_async(key)
+        def whole() -> bytes:
+            result = self._store().get(key)
             if result.meta["size"] > bytes_max:
                 size = result.meta["size"]
                 raise BlobCorrupt(f"{key} in {self.url} has {size} bytes, and no such blob more than {bytes_max}")
-            return bytes(await result.bytes_async())
+            return bytes(result.bytes())
 
-        return await self._ask(key, whole())
+        return await self._ask(key, whole)
 
     async def get_range(self, key: str, start: int, end: int) -> bytes:
         """Bytes `start` up to `end` of a blob, all of them. Raises as `get`; `BlobCorrupt`: the blob ends before."""
 
-        async def ranged() -> bytes:
-            return bytes(await self._store().get_range_async(key, start=start, end=end))
+        def ranged() -> bytes:
+            return bytes(self._store().get_range(key, start=start, end=end))
 
-        return self._whole_range(key, start, end, await self._ask(key, ranged()))
+        return self._whole_range(key, start, end, await self._ask(key, ranged))
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Several ranges of a blob, in as few requests as is sensible. Raises as `get_range`."""
 
-        async def ranged() -> list[bytes]:
+        def ranged() -> list[bytes]:
             starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
-            found = await self._store().get_ranges_async(key, starts=starts, ends=ends, coalesce=_COALESCE_BYTES)
+            found = self._store().get_ranges(key, starts=starts, ends=ends, coalesce=_COALESCE_BYTES)
             return [bytes(piece) for piece in found]
 
-        found = await self._ask(key, ranged())
+        found = await self._ask(key, ranged)
         return [self._whole_range(key, *range_, piece) for range_, piece in zip(ranges, found, strict=True)]
 
     async def size(self, key: str) -> int | None:
         """Bytes of a blob; None: there is none."""
 
-        async def head() -> int:
-            meta = await self._store().head_async(key)
-            return meta["size"]
+        def head() -> int:
+            return self._store().head(key)["size"]
 
         try:
-            return await self._ask(key, head())
+            return await self._ask(key, head)
         except NotFound:
             return None
 
@@ -169,17 +173,17 @@ class BlobStore:
             BackendError: There are more than `KEYS_MAX`.
         """
 
-        async def listed() -> list[str]:
+        def listed() -> list[str]:
+            if self._root is not None and not self._root.exists():
+                return []
             found: list[str] = []
-            async for batch in self._store().list_async(prefix):
+            for batch in self._store().list(prefix):
                 found += [meta["path"] for meta in batch]
                 if len(found) > KEYS_MAX:
                     raise BackendError(f"{prefix} in {self.url} has more than {KEYS_MAX} blobs")
             return sorted(found)
 
-        if self._root is not None and not self._root.exists():
-            return []
-        return await self._ask(prefix, listed())
+        return await self._ask(prefix, listed)
 
     async def put(self, key: str, data: bytes) -> None:
         """Store a small blob; an older one of that key gives way.
@@ -189,15 +193,15 @@ class BlobStore:
             Denied, CapacityError, TransportError: The store refuses, is full, slow or dead.
         """
         self._check_writable()
-        if self._root is not None:
-            await self._ask(key, asyncio.to_thread(_put_local, self._root / key, [data]))
-            return
 
-        async def sent() -> None:
-            await self._store().put_async(key, data, use_multipart=False)
+        def sent() -> None:
+            if self._root is not None:
+                _put_local(self._root / key, [data])
+            else:
+                self._store().put(key, data, use_multipart=False)
 
         try:
-            await self._ask(key, sent())
+            await self._ask(key, sent)
         except NotFound as error:
             raise NotFound(f"{self.url}: there is no such bucket or container (try: make it)", blob=key) from error
 
@@ -211,20 +215,17 @@ class BlobStore:
             As `put`.
         """
         self._check_writable()
-        if self._root is not None:
-            await self._ask(
-                key, asyncio.to_thread(_put_local, self._root / key, _pieces(path, progress)), bounded=False
-            )
-            return
 
-        async def sent() -> None:
+        def sent() -> None:
             pieces = _pieces(path, progress)
-            if os.stat(path).st_size <= PART_BYTES:
-                await self._store().put_async(key, b"".join(pieces), use_multipart=False)
+            if self._root is not None:
+                _put_local(self._root / key, pieces)
+            elif os.stat(path).st_size <= PART_BYTES:
+                self._store().put(key, b"".join(pieces), use_multipart=False)
             else:
-                await self._store().put_async(key, pieces, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+                self._store().put(key, pieces, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
-        await self._ask(key, sent(), bounded=False)
+        await self._ask(key, sent, bounded=False)
 
     def _check_writable(self) -> None:
         if self.is_read_only:
@@ -240,23 +241,32 @@ class BlobStore:
             raise BlobCorrupt(f"{key} in {self.url} ends at {start + len(found)}, before byte {end}")
         return found
 
-    async def _ask(self, key: str, operation: Awaitable[T], *, bounded: bool = True) -> T:
-        """The one place where a store's errors become ours."""
+    async def _ask(self, key: str, operation: Callable[[], T], *, bounded: bool = True) -> T:
+        """Do it in a thread; the one place where a store's errors become ours. Given up, it ends by its own time-out.
+
+        The library's coroutines are not used: its threads let go of Python's objects a moment after their answer, and
+        a process that ends just then is aborted.
+        """
+
+        def translated() -> T:
+            try:
+                return operation()
+            except BarchanError:
+                raise
+            except OSError as error:
+                raise self._local_error(key, error) from None
+            except Exception as error:
+                if not type(error).__module__.startswith("obstore") and not isinstance(error, ValueError):
+                    raise
+                # Not chained: what the library says may hold the signed address of the request.
+                raise self._remote_error(key, error) from None
+
         try:
             # A margin, so that the library's own time-out, which knows more, comes first.
             async with asyncio.timeout(self._timeout_s + CONNECT_TIMEOUT_S if bounded else None):
-                return await operation
-        except BarchanError:
-            raise
+                return await asyncio.get_running_loop().run_in_executor(self._threads, translated)
         except TimeoutError:
             raise ReadTimeout(f"{key} in {self.url}: no answer in {self._timeout_s:g} s") from None
-        except OSError as error:
-            raise self._local_error(key, error) from None
-        except Exception as error:
-            if not type(error).__module__.startswith("obstore") and not isinstance(error, ValueError):
-                raise
-            # Not chained: what the library says may hold the signed address of the request.
-            raise self._remote_error(key, error) from None
 
     def _local_error(self, key: str, error: OSError) -> BarchanError:
         if self._root is not None and not self._root.exists():
