@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from barchan.errors import (
     BarchanError,
     BlobCorrupt,
+    BlobUnavailable,
     BootFailed,
     CapacityError,
     ExecTimeout,
@@ -58,6 +59,7 @@ _GUEST_CAUSES: tuple[tuple[type[GuestError], Cause], ...] = (
 _VOID_CAUSES: tuple[tuple[type[BarchanError], Cause], ...] = (
     (CapacityError, "capacity"),
     (BootFailed, "boot_failure"),
+    (BlobUnavailable, "image"),
     (SandboxLost, "sandbox_lost"),
     (RequirementMissing, "image"),
     (BlobCorrupt, "image"),
