@@ -1,6 +1,7 @@
 """Sandboxes of several images, and images on other bases, on a real node: what is seen, refused and left."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -137,8 +138,14 @@ async def test_more_layers_than_a_sandbox_can_have(client: AsyncClient, node: No
         assert seen.replace("\n", "") == expected
         merged = [image for image in await client.images() if image.name.startswith(MERGED_PREFIX)]
         assert len(merged) == 1
-    async with await client.create("debian", layers=names) as sandbox:
+    fewer = [item async for item in client.create_many("debian", n=4, layers=names[:80], memory_mib=64)]
+    async with contextlib.AsyncExitStack() as ending:
+        for sandbox in fewer:
+            assert isinstance(sandbox, barchan.AsyncSandbox)
+            await ending.enter_async_context(sandbox)
+            assert (await sandbox.exec("cat /last")).text == "79"
         assert len((await sandbox.snapshot()).layers) <= LAYERS_MAX
+    assert sum(image.name.startswith(MERGED_PREFIX) for image in await client.images()) == 2
 
 
 async def test_snapshots_of_snapshots_have_no_end(client: AsyncClient) -> None:

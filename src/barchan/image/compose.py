@@ -1,5 +1,6 @@
 """Images put together out of others, and moved to another base: what lies where, and what can't. Decisions only."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +27,11 @@ class Meeting(NamedTuple):
     above: tuple[Layer, ...]
     known: tuple[Layer, ...]
     below: tuple[Layer, ...]
+
+    @property
+    def key(self) -> bytes:
+        """Short, and equal for equal layers that are kept alike."""
+        return hashlib.sha256(repr(tuple(self)).encode()).digest()
 
 
 class Clash(NamedTuple):

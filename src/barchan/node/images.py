@@ -5,7 +5,7 @@ Layers are read and written in threads, one after the other: nothing here holds 
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from barchan.model.sandbox import SandboxSpec
 from barchan.node.store_images import StoreImages
 
 MERGED_LAYERS = 24  # what a stack that is too long comes down to: the next merge is far, and lookups stay cheap
-MEETINGS_MAX = 100_000  # remembered
+MEETINGS_MAX = 100_000  # remembered, in some 200 bytes each
 REBASE_BATCH = 50
 
 
@@ -37,7 +37,7 @@ class NodeImages:
     def __init__(self, store: ImageStore, store_url: str = "") -> None:
         self.store = store
         self.remote = StoreImages(store, store_url) if store_url else None
-        self._clashes: dict[Meeting, Clash | None] = {}
+        self._clashes: dict[bytes, Clash | None] = {}  # by the keys of meetings
         self._looking = asyncio.Lock()
         self._merging = asyncio.Lock()
 
@@ -98,18 +98,18 @@ class NodeImages:
 
     async def _look(self, met: Iterable[Meeting]) -> dict[Meeting, Clash | None]:
         """What clashes in each meeting; one that was looked at before costs nothing."""
-        asked = list(dict.fromkeys(met))
-        found = {meeting: self._clashes[meeting] for meeting in asked if meeting in self._clashes}
+        asked = {meeting.key: meeting for meeting in met}
+        found = {key: self._clashes[key] for key in asked if key in self._clashes}
         if len(found) < len(asked):
             async with self._looking:
-                unknown = [meeting for meeting in asked if meeting not in self._clashes]
+                unknown = {key: meeting for key, meeting in asked.items() if key not in self._clashes}
                 self._clashes |= await finished(asyncio.to_thread(self._look_at, unknown))
-                found |= {meeting: self._clashes[meeting] for meeting in asked if meeting in self._clashes}
-                for meeting in list(self._clashes)[: max(0, len(self._clashes) - MEETINGS_MAX)]:
-                    del self._clashes[meeting]
-        return found
+                found |= {key: self._clashes[key] for key in asked if key in self._clashes}
+                for key in list(self._clashes)[: max(0, len(self._clashes) - MEETINGS_MAX)]:
+                    del self._clashes[key]
+        return {meeting: found[key] for key, meeting in asked.items()}
 
-    def _look_at(self, met: Sequence[Meeting]) -> dict[Meeting, Clash | None]:
+    def _look_at(self, met: Mapping[bytes, Meeting]) -> dict[bytes, Clash | None]:
         opened: dict[Layer, Erofs | None] = {}
         with ExitStack() as closing:
 
@@ -120,7 +120,7 @@ class NodeImages:
                         closing.callback(erofs.close)
                 return opened[layer]
 
-            return {meeting: compose.clash_of(meeting, open_once) for meeting in met}
+            return {key: compose.clash_of(meeting, open_once) for key, meeting in met.items()}
 
     def drop_needless_opaque(self, packed: Path, below: Sequence[Layer]) -> None:
         """Take out of a new layer what would hide other images in other stacks and hides nothing in this. Blocking.
