@@ -157,6 +157,7 @@ def test_artifacts_of_every_kind(node: NodeProcess, tmp_path: Path) -> None:
         True,
     )
     assert (verdicts["diff"]["status"], verdicts["diff"]["cause"]) == ("void", "image")
+    assert "--keep-images" in verdicts["diff"]["evidence"][0]["fact"]
 
 
 def test_nothing_to_grade(node: NodeProcess, tmp_path: Path) -> None:
