@@ -18,7 +18,7 @@ struct name {
 
 static struct name **table;
 static size_t table_size, table_count;
-static struct node root = {.mode = S_IFDIR | 0755, .links = 1};
+static struct node root = {.mode = S_IFDIR | 0755, .links = 1, .mtime.tv_nsec = IMPLIED_MTIME_NS};
 
 static void *keep(size_t bytes)
 {

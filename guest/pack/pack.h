@@ -151,6 +151,8 @@ struct node {
 	bool only_hides; /* a directory that no entry names, with whiteouts and nothing else in it */
 };
 
+#define IMPLIED_MTIME_NS 1 /* the time of a directory that no entry names: image/implied.py looks for it */
+
 struct node *nodes_root(void);
 struct node *nodes_new(mode_t mode);
 struct node *nodes_find(const struct node *directory, const char *name);

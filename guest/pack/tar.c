@@ -82,6 +82,7 @@ static struct node *enter(struct node *directory, const char *name, bool is_spec
 		fail(BLAME_INPUT, "it lies below %s, which is no directory", name);
 	count_entry();
 	struct node *made = nodes_new(S_IFDIR | 0755);
+	made->mtime.tv_nsec = IMPLIED_MTIME_NS;
 	made->is_opaque = found != NULL;
 	made->only_hides = is_special;
 	nodes_put(directory, name, made);

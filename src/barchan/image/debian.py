@@ -11,9 +11,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from barchan.errors import BackendError, Conflict, InvalidSpec, NotFound, RequirementMissing
+from barchan.image.erofs import Erofs
 from barchan.image.pack import MTIME_UNIX_S, make_layer
 from barchan.image.store import ImageStore
-from barchan.image.template import GUEST_PATH, LayerKind, Template, TemplateConfig
+from barchan.image.template import GUEST_PATH, Layer, LayerKind, Template, TemplateConfig
 from barchan.image.tools import Progress, in_namespaces, require, run
 
 PACKAGES = ("ca-certificates", "netbase", "procps", "python3")
@@ -50,7 +51,7 @@ class DebianSpec(Struct, frozen=True, kw_only=True):
 
 
 def build_debian(store: ImageStore, spec: DebianSpec, kind: LayerKind, progress: Progress, *, force: bool) -> Template:
-    """Build the template, or return the one that was built from the same packages before.
+    """Build the template, or return the one that was built from the same packages before, if its layers can be read.
 
     Raises:
         Conflict: The name is taken by something else, and `force` is not set.
@@ -95,7 +96,18 @@ def _existing(store: ImageStore, spec: DebianSpec) -> Template | None:
             f"there is an image {spec.name!r} already, made from {template.source or 'something else'!r} "
             "(try: another --name, or --force to replace it)"
         )
-    return template
+    return template if all(_is_current(store, layer) for layer in template.layers) else None
+
+
+def _is_current(store: ImageStore, layer: Layer) -> bool:
+    """Whether it is made as layers are now: earlier releases compressed them, and then they can only be mounted."""
+    if layer.kind != "erofs":
+        return True
+    try:
+        Erofs.open(store.layer_path(layer)).close()
+    except RequirementMissing:
+        return False
+    return True
 
 
 def bootstrap(root: Path, spec: DebianSpec, progress: Progress) -> None:

@@ -21,9 +21,11 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast, get_args
 import msgspec
 from msgspec import Struct
 
-from barchan.errors import BarchanError, BlobCorrupt, InvalidSpec, RequirementMissing
+from barchan.errors import BlobCorrupt, InvalidSpec, RequirementMissing
 from barchan.image.diff_tar import merge
 from barchan.image.erofs import Erofs
+from barchan.image.implied import restore
+from barchan.image.lazy_layer import open_lazy
 from barchan.image.oci import Descriptor, Found
 from barchan.image.pack import Limits, keep_as, pack_tar, pack_tree
 from barchan.image.store import ImageStore, NewLayer
@@ -138,7 +140,7 @@ class _LayerJob(NamedTuple):
             except (OSError, EOFError, zlib.error) as error:
                 self._check_sent(sent)
                 raise BlobCorrupt(f"{self.what} can't be decompressed: {error}") from error
-            except BarchanError:
+            except InvalidSpec:
                 self._check_sent(sent)  # what a damaged blob seems to hold is not its maker's fault
                 raise
             self._check_sent(sent)
@@ -204,11 +206,30 @@ async def take_in(
         stack.setdefault(digest, item)
         remember(store, diff_id, digest)
     layers = tuple(stack.values())
+    if len(layers) > 1:
+        said = await in_thread(lambda stop: _restored(store, layers, workspace, kind, limits))
+        layers = layers if said is None else (said, *layers)
     if len(layers) <= LAYERS_MAX:
         return layers
     progress(f"merging {len(layers) - LAYERS_MAX + 1} layers into one")
     lowest = layers[LAYERS_MAX - 1 :]
     return (*layers[: LAYERS_MAX - 1], await in_thread(lambda stop: _merged(store, lowest, workspace, kind, limits)))
+
+
+def _restored(
+    store: ImageStore, layers: tuple[NewLayer | Layer, ...], workspace: Path, kind: LayerKind, limits: Limits
+) -> NewLayer | None:
+    """What the layers below say about directories that those above have entries in, and no entry for."""
+    target = workspace / "directories.erofs"
+    with ExitStack() as exits:
+        opened = []
+        for item in layers:
+            layer = None
+            if isinstance(item, Layer) and item.kind == "lazy":
+                layer = open_lazy(store.layer_path(item))
+            opened.append(exits.enter_context(layer or open_layer(store, item, workspace)))
+        digest = restore(opened, target, limits=limits)
+    return None if digest is None else keep_as(target, digest, workspace, kind)
 
 
 def _merged(

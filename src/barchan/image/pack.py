@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from msgspec import Struct
 
-from barchan.errors import BackendError, CapacityError, InvalidSpec, RequirementMissing
+from barchan.errors import BackendError, CapacityError, Conflict, InvalidSpec, RequirementMissing
 from barchan.image.erofs import Erofs
 from barchan.image.store import NewLayer
 from barchan.image.template import Layer, LayerKind
@@ -66,7 +66,7 @@ def pack_tree(tree: Path, target: Path, *, mtime_unix_s: int | None = None, limi
         RequirementMissing: The packer was not built.
     """
     options = [] if mtime_unix_s is None else ["--mtime", str(mtime_unix_s)]
-    return _pack([*options, *_limits(limits), tree], target, limits, f"{tree} can't be a layer", None)
+    return _pack([*options, *_limits(limits), "--", tree], target, limits, f"{tree} can't be a layer", None)
 
 
 def pack_tar(source: BinaryIO, target: Path, *, limits: Limits = DEFAULT_LIMITS) -> str:
@@ -84,7 +84,7 @@ def pack_tar(source: BinaryIO, target: Path, *, limits: Limits = DEFAULT_LIMITS)
         CapacityError: The target's disk is full.
         RequirementMissing: The packer was not built.
     """
-    return _pack([*_limits(limits), "--tar"], target, limits, "the archive can't be a layer", source)
+    return _pack([*_limits(limits), "--tar", "--"], target, limits, "the archive can't be a layer", source)
 
 
 def make_layer(tree: Path, workspace: Path, kind: LayerKind) -> NewLayer:
@@ -149,6 +149,8 @@ def _limits(limits: Limits) -> list[str]:
 
 
 def _pack(arguments: list[str | Path], target: Path, limits: Limits, refused: str, source: BinaryIO | None) -> str:
+    if target.exists():
+        raise Conflict(f"{target} is there already, and a layer is never written over another file")
     if not PACKER.exists():
         raise RequirementMissing(
             f"packing a layer needs {PACKER.name}, which was not built (try: make setup, or install barchan again)",

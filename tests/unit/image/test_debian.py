@@ -2,14 +2,16 @@
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from barchan.errors import Conflict, InvalidSpec, RequirementMissing
 from barchan.image.debian import DebianSpec, build_debian, finish, host_sources, put
-from barchan.image.store import ImageStore
-from barchan.image.template import TemplateConfig
+from barchan.image.pack import make_layer
+from barchan.image.store import ImageStore, NewLayer
+from barchan.image.template import Layer, TemplateConfig
 
 
 def no_progress(stage: str) -> None:
@@ -42,6 +44,29 @@ def test_the_same_packages_are_not_built_twice(tmp_path: Path) -> None:
     assert build_debian(store, same, "erofs", no_progress, force=False) == built
     with pytest.raises(Conflict, match="--force"):
         build_debian(store, DebianSpec(), "erofs", no_progress, force=False)
+
+
+@pytest.mark.requires("mkfs.erofs")
+def test_one_that_an_earlier_release_compressed_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that reads layers without a mount could use it; one that was packed as now is returned as it is."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    store, spec = ImageStore(tmp_path / "images"), DebianSpec()
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "file").write_text("the same again " * 1000)
+    for name in ("new", "old"):
+        with store.workspace() as workspace:
+            if name == "new":
+                layer = make_layer(tmp_path / "tree", workspace, "erofs")
+            else:
+                argv = ["mkfs.erofs", "--quiet", "-zlz4hc", workspace / "old", tmp_path / "tree"]
+                subprocess.run(argv, check=True, capture_output=True)
+                layer = NewLayer(Layer("0" * 64, "erofs"), workspace / "old")
+            built = store.commit(TemplateConfig(name="debian", source=spec.source), (layer,))
+        if name == "new":
+            assert build_debian(store, spec, "erofs", no_progress, force=False) == built
+        else:
+            with pytest.raises(RequirementMissing, match="building a Debian image needs root"):
+                build_debian(store, spec, "erofs", no_progress, force=False)
 
 
 def test_building_as_anyone_but_root_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
