@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from barchan.rollout.verdict import verdict_of_error
 from tests.leaks import processes
 from tests.nodes import NodeProcess
 from tests.stores import copy_base
+from tests.stores_http import served
 
 pytestmark = [pytest.mark.requires("root", "cgroup", "fuse"), pytest.mark.timeout(120)]
 
@@ -106,11 +107,11 @@ def make_place(sent: Sent, images: Path, tmp_path_factory: pytest.TempPathFactor
     """Makes places, each with a copy of the store, and starts their nodes."""
     made: list[Place] = []
 
-    async def make(*options: str, with_base: bool = True) -> Place:
+    async def make(*options: str, with_base: bool = True, address: Callable[[Path], str] = str) -> Place:
         root = tmp_path_factory.mktemp("place")
         shutil.copytree(sent.root, root / "store")
         local = ImageStore(copy_base(images, root / "images") if with_base else root / "images")
-        await remote.fetch(local, "data", BlobStore.open(str(root / "store")))
+        await remote.fetch(local, "data", BlobStore.open(address(root / "store")))
         node = NodeProcess(tmp_path_factory.mktemp("node"), root / "images")
         made.append(Place(node, root / "store", sent.sums))
         node.start(*options)
@@ -208,6 +209,19 @@ async def test_a_store_that_is_away_for_a_while_is_waited_for(make_place: MakePl
         assert not reading.done()
         place.store.with_name("away").rename(place.store)
         assert await reading == place.sums
+
+
+@pytest.mark.requires("nginx")
+async def test_a_slow_store_is_waited_for(make_place: MakePlace, tmp_path: Path) -> None:
+    """Over HTTP, at a rate at which a read of many chunks takes far longer than one chunk may."""
+    with ExitStack() as stack:
+
+        def serve(root: Path) -> str:
+            return stack.enter_context(served(root, tmp_path / "nginx", "limit_rate 100k;"))
+
+        place = await make_place("--image-wait-s", "3", address=serve)
+        async with place.client() as client, await client.create("data") as sandbox:
+            assert await sums(sandbox, "f00 f17") == {name: place.sums[name] for name in ("f00", "f17")}
 
 
 async def test_a_sandbox_that_waits_for_a_store_can_be_ended(make_place: MakePlace) -> None:

@@ -113,6 +113,18 @@ async def test_a_store_that_is_gone_is_asked_until_the_time_is_over(stored: Stor
     assert await stored.read(0, 5) == CONTENT[:5]
 
 
+async def test_a_store_too_slow_for_a_run_gives_it_chunk_by_chunk(stored: Stored) -> None:
+    """Each chunk has the whole time for itself."""
+    ask = stored.fetcher._ask
+
+    async def slowly(run: range) -> list[bytes]:
+        await asyncio.sleep(0.15 * len(run))
+        return await ask(run)
+
+    stored.fetcher._ask = slowly  # type: ignore[method-assign]
+    assert await stored.read(8 * CHUNK_BYTES, 6 * CHUNK_BYTES) == CONTENT[8 * CHUNK_BYTES : 14 * CHUNK_BYTES]
+
+
 async def test_what_another_boot_left_is_checked(stored: Stored) -> None:
     """A chunk that is whole is used without the store; one that is not comes from there."""
     await stored.read(3 * CHUNK_BYTES, 2 * CHUNK_BYTES)

@@ -19,6 +19,7 @@ AHEAD_BYTES_MAX: Final = 8 << 20
 REQUESTS_MAX: Final = 32  # under way at once; reading ahead takes at most half of them
 STREAMS_MAX: Final = 16  # readers in order that are told apart in one layer
 CORRUPT_MAX: Final = 2  # times that a chunk which is not what its index says is fetched again
+TOGETHER_SHARE: Final = 0.25  # of the time, for several chunks at once; then they are asked for singly
 PAUSE_S: Final = 0.05
 PAUSE_S_MAX: Final = 2.0
 
@@ -168,31 +169,47 @@ class Fetcher:
         return futures
 
     async def _load(self, run: range, futures: dict[int, asyncio.Future[bytes]]) -> None:
-        """Fetch a run and keep it; a run with a corrupt chunk is fetched again chunk by chunk."""
+        """Fetch a run and keep it; if that fails, chunk by chunk: one is corrupt, or all at once are too much."""
+        began, wait_s = asyncio.get_running_loop().time(), self._traffic.wait_s
         try:
             try:
-                parts = await self._fetch(run, 0 if len(run) > 1 else CORRUPT_MAX)
-            except BlobCorrupt as error:
+                if len(run) > 1:
+                    parts = await self._fetch(run, 0, began + TOGETHER_SHARE * wait_s)
+                else:
+                    parts = await self._fetch(run, CORRUPT_MAX, began + wait_s)
+            except (BlobCorrupt, BlobUnavailable):
                 if len(run) == 1:
-                    raise BlobUnavailable(str(error)) from error
-                for chunk in run:
-                    await self._load(range(chunk, chunk + 1), {chunk: futures[chunk]})
+                    raise
+                await self._load_singly(run, futures, began + wait_s)
                 return
             for chunk, data in zip(run, parts, strict=True):
                 await self._keep(chunk, data)
-                self._flying.pop(chunk, None)
-                futures[chunk].set_result(data)
+                self._landed(chunk, futures[chunk], data)
         except (BarchanError, OSError) as error:
-            failure = error if isinstance(error, BlobUnavailable) else BlobUnavailable(str(error))
             for future in futures.values():
-                if not future.done():
-                    future.set_exception(failure)
-                    future.exception()  # reading ahead has nobody to tell
+                _fail(future, error)
         finally:
             for chunk, future in futures.items():
                 if self._flying.get(chunk) is future:
                     del self._flying[chunk]
                 future.cancel()
+
+    async def _load_singly(self, run: range, futures: dict[int, asyncio.Future[bytes]], deadline: float) -> None:
+        """Each chunk has the whole time after the one before came; once one is late, so are the rest."""
+        loop = asyncio.get_running_loop()
+        for chunk in run:
+            try:
+                (data,) = await self._fetch(range(chunk, chunk + 1), CORRUPT_MAX, deadline)
+            except BlobCorrupt as error:
+                _fail(futures[chunk], error)
+                continue
+            await self._keep(chunk, data)
+            self._landed(chunk, futures[chunk], data)
+            deadline = loop.time() + self._traffic.wait_s
+
+    def _landed(self, chunk: int, future: asyncio.Future[bytes], data: bytes) -> None:
+        self._flying.pop(chunk, None)
+        future.set_result(data)
 
     async def _keep(self, chunk: int, data: bytes) -> None:
         if self.layer.note(chunk) == PRESENT:
@@ -203,7 +220,7 @@ class Fetcher:
         else:
             self._traffic.cache.uncached += 1
 
-    async def _fetch(self, run: range, corrupt_max: int) -> list[bytes]:
+    async def _fetch(self, run: range, corrupt_max: int, deadline: float) -> list[bytes]:
         """One request to the store, repeated until it succeeds or the time is over.
 
         Raises:
@@ -211,7 +228,7 @@ class Fetcher:
             BlobUnavailable: The time is over; the message names the last reason.
         """
         loop = asyncio.get_running_loop()
-        deadline, pause_s, corrupt, cause = loop.time() + self._traffic.wait_s, PAUSE_S, 0, "no answer"
+        pause_s, corrupt, cause = PAUSE_S, 0, "no answer"
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
@@ -241,6 +258,12 @@ class Fetcher:
             self._traffic.bytes_fetched += len(stored)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._traffic.pool, lambda: list(decode_all(self.index, run, stored)))
+
+
+def _fail(future: asyncio.Future[bytes], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error if isinstance(error, BlobUnavailable) else BlobUnavailable(str(error)))
+        future.exception()  # reading ahead has nobody to tell
 
 
 def _runs(chunks: list[int], longest: int) -> Iterator[range]:
