@@ -16,8 +16,8 @@ from barchan.image.archives import LayoutSink, write_archive
 from barchan.image.diff_tar import diff_tar
 from barchan.image.intake import LAYERS_AT_ONCE, in_thread, open_layer, write_hint
 from barchan.image.oci import CONFIG, LAYER_GZIP, LAYER_ZSTD, Descriptor, image_config, image_manifest, sha256
-from barchan.image.registry import new_session
 from barchan.image.registry_image import RegistryImage, RegistrySink
+from barchan.image.registry_rules import new_session
 from barchan.image.sources import DEFAULT_REGISTRIES, FileImage, RegistryOptions, open_registry, parse
 from barchan.image.store import ImageStore
 from barchan.image.template import Layer, Template

@@ -8,17 +8,23 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryFile
+from threading import Event
+from time import monotonic
 from typing import NamedTuple
 
 from barchan.errors import BackendError, InvalidSpec, NotFound
+from barchan.image.intake import Stopped
 from barchan.image.pack import Limits
 from barchan.image.tools import Progress, require
 
 NAME, EMAIL, DATE, MESSAGE = "barchan", "barchan@localhost", "1700000000 +0000", "The repository as it is"
 WORKDIR = "/workspace"
 LISTED_MAX = 5
-FETCH_S_MAX = 3600
+LOOK_S = 0.2  # how often it is asked whether a command's end is still wanted
+GIT_S_MAX = 3600.0  # of one command
 MESSAGE_BYTES_MAX = 400
 UMASK = 0o022
 OURS = re.compile(r"HEAD|config|index|refs/heads/main|objects/pack/pack-[0-9a-f]+\.(?:pack|idx)")
@@ -83,11 +89,12 @@ class GitSource(NamedTuple):
 
 
 def make_tree(
-    source: GitSource, workspace: Path, progress: Progress, *, limits: Limits, owner: int = 0
+    source: GitSource, workspace: Path, progress: Progress, stop: Event, *, limits: Limits, owner: int = 0
 ) -> tuple[Path, str]:
     """Make the tree of the layer in a workspace; returns its path, and the full name of the commit.
 
     Args:
+        stop: Once it is set, `Stopped` is raised.
         owner: User and group of the files and folders, the workdir included; the folders above are root's.
 
     Raises:
@@ -96,7 +103,7 @@ def make_tree(
         BackendError: Git can't make a repository of it.
     """
     try:
-        return _make_tree(_Git(workspace, limits.bytes_max), source, workspace, progress, limits, owner)
+        return _make_tree(_Git(workspace, limits.bytes_max, stop), source, workspace, progress, limits, owner)
     except _GitError as error:
         raise BackendError(f"git can't make a repository of {source.shown}: {error}") from None
 
@@ -131,7 +138,8 @@ class _GitError(Exception):
 class _Git:
     """The git program, with settings of its own and none of this machine's. It dies with this process."""
 
-    def __init__(self, workspace: Path, file_bytes_max: int) -> None:
+    def __init__(self, workspace: Path, file_bytes_max: int, stop: Event) -> None:
+        self._stop = stop
         program = require("git", "git", needed_for="reading a repository")
         self._argv = ["setpriv", "--pdeathsig", "KILL", "prlimit", f"--fsize={file_bytes_max}", program]
         settings = workspace / "gitconfig"
@@ -151,27 +159,43 @@ class _Git:
             for what, value in (("NAME", NAME), ("EMAIL", EMAIL), ("DATE", DATE)):
                 self._environment[f"GIT_{who}_{what}"] = value
 
-    def __call__(
-        self, folder: Path | None, *arguments: str, stdin: bytes = b"", timeout_s: float | None = None
-    ) -> bytes:
+    def __call__(self, folder: Path | None, *arguments: str, stdin: bytes = b"", timeout_s: float = GIT_S_MAX) -> bytes:
         """What it writes. Raises `_GitError` where it fails or takes too long."""
         at = ["-C", str(folder)] if folder is not None else []
-        try:
-            done = subprocess.run(
-                [*self._argv, *at, *arguments],
-                input=stdin,
-                capture_output=True,
-                cwd="/",
-                env=self._environment,
-                umask=UMASK,
-                timeout=timeout_s,
-                check=False,
+        deadline = monotonic() + timeout_s
+        with ExitStack() as exits:
+            given = exits.enter_context(TemporaryFile())  # which, unlike a pipe, can't be left half written
+            given.write(stdin)
+            given.seek(0)
+            process = exits.enter_context(
+                subprocess.Popen(
+                    [*self._argv, *at, *arguments],
+                    stdin=given,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    cwd="/",
+                    env=self._environment,
+                    umask=UMASK,
+                )
             )
-        except subprocess.TimeoutExpired:
-            raise _GitError(f"it took more than {timeout_s:.0f} s") from None
-        if done.returncode:
-            raise _GitError(done.stderr.decode("utf-8", "replace").strip()[-MESSAGE_BYTES_MAX:])
-        return done.stdout
+            try:
+                out, said = self._output(process, deadline)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            raise _GitError(said.decode("utf-8", "replace").strip()[-MESSAGE_BYTES_MAX:])
+        return out
+
+    def _output(self, process: "subprocess.Popen[bytes]", deadline: float) -> tuple[bytes, bytes]:
+        while True:
+            try:
+                return process.communicate(timeout=LOOK_S)
+            except subprocess.TimeoutExpired:
+                if self._stop.is_set():
+                    raise Stopped from None
+                if monotonic() > deadline:
+                    raise _GitError("it took too long") from None
 
     def word(self, folder: Path, *arguments: str) -> str:
         return self(folder, *arguments).decode().strip()
@@ -206,10 +230,10 @@ def _fetch(git: _Git, source: GitSource, mirror: Path) -> str:
     fetch = ("fetch", "--quiet", "--no-tags", "--no-recurse-submodules")
     try:
         try:
-            git(mirror, *fetch, "--depth=1", "--", address, source.commit, timeout_s=FETCH_S_MAX)
+            git(mirror, *fetch, "--depth=1", "--", address, source.commit)
             return git.word(mirror, "rev-parse", "--verify", "FETCH_HEAD^{commit}")
         except _GitError:  # a short name, or a server that gives nothing but what it lists
-            git(mirror, *fetch, "--", address, "+refs/*:refs/all/*", timeout_s=FETCH_S_MAX)
+            git(mirror, *fetch, "--", address, "+refs/*:refs/all/*")
             return git.word(mirror, "rev-parse", "--verify", "--end-of-options", f"{source.commit}^{{commit}}")
     except _GitError as error:
         said = str(error).replace(source.repository, "the repository")

@@ -51,7 +51,7 @@ class Descriptor(Struct, frozen=True, rename="camel", omit_defaults=True):
     size: int
     platform: Platform | None = None
     annotations: dict[str, str] | None = None
-    urls: tuple[str, ...] = ()
+    urls: tuple[str, ...] | None = None
 
     def check(self) -> "Descriptor":
         """Raise `InvalidSpec` for a digest that is not sha256, or a size that can't be."""
@@ -68,7 +68,6 @@ class Index(Struct, frozen=True, rename="camel"):
     manifests: tuple[Descriptor, ...]
     media_type: str = INDEX
     schema_version: int = 2
-    annotations: dict[str, str] = {}
 
 
 class Manifest(Struct, frozen=True, rename="camel"):

@@ -6,15 +6,11 @@ passwords go to the registry's own origin and to the token server that it names,
 
 import asyncio
 import io
-import ipaddress
-import random
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
-from time import time
+from time import monotonic
 from typing import TypeVar
 
 import aiohttp
@@ -37,6 +33,18 @@ from barchan.errors import (
 )
 from barchan.image.oci import ACCEPTED, DOCUMENT_BYTES_MAX, Descriptor, sha256
 from barchan.image.registry_auth import Challenge, Credentials, parse_challenge
+from barchan.image.registry_rules import (
+    CONNECT_S_MAX,
+    DEFAULT_RETRIES,
+    FAILURES,
+    REQUEST_S_MAX,
+    SILENCE_S_MAX,
+    Again,
+    Retries,
+    is_loopback,
+    read_bounded,
+    retry_after_s,
+)
 
 REDIRECTS_MAX = 5
 REDIRECTED = (301, 302, 303, 307, 308)
@@ -45,53 +53,8 @@ READ_BYTES = 256 << 10
 UPLOAD_BYTES = 8 << 20  # of one request; a cut costs at most this
 UPLOAD_BYTES_MAX = 256 << 20  # that a registry may ask for as its least
 PROGRESS_BYTES = 1 << 20  # after this many, a cut counts as a first one again
+PROGRESS_S_MAX = 600.0  # for so many; slower is a cut
 Result = TypeVar("Result")
-FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
-
-
-@dataclass(frozen=True)
-class Retries:
-    """How often and how patiently something is tried again.
-
-    Args:
-        attempts: Of one request, the first one included.
-        first_s, longest_s: Bounds of the wait before the next attempt, which doubles; each is a random part of it.
-        retry_after_max_s: A registry that asks for more is not waited for.
-    """
-
-    attempts: int = 6
-    first_s: float = 0.5
-    longest_s: float = 30.0
-    retry_after_max_s: float = 60.0
-
-    def wait_s(self, attempt: int) -> float:
-        return random.uniform(0.5, 1.0) * min(self.longest_s, self.first_s * 2.0 ** (attempt - 1))
-
-
-DEFAULT_RETRIES = Retries()
-
-
-class _Again(Exception):
-    """An answer that another attempt may change."""
-
-    def __init__(self, failure: BarchanError, after_s: float | None = None) -> None:
-        self.failure, self.after_s = failure, after_s
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `HOST[:PORT]` is this machine."""
-    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
-    try:
-        return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def new_session() -> aiohttp.ClientSession:
-    """A session for registries; the caller closes it."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
-    headers = {"User-Agent": "barchan", "Accept-Encoding": "identity"}
-    return aiohttp.ClientSession(timeout=timeout, headers=headers, auto_decompress=False)
 
 
 class Registry:
@@ -131,7 +94,7 @@ class Registry:
             headers = {"Accept": ", ".join(ACCEPTED)}
             async with await self._send("GET", url, _pull(repository), headers) as response:
                 self._check(response, (200,), what)
-                return await _read(response, DOCUMENT_BYTES_MAX, what), response.content_type
+                return await read_bounded(response, DOCUMENT_BYTES_MAX, what), response.content_type
 
         data, media_type = await self._retried(attempt, what)
         if reference.startswith("sha256:") and sha256(data) != reference:
@@ -164,12 +127,13 @@ class Registry:
             headers = {"Range": f"bytes={position}-"} if position else {}
 
             async def attempt(headers: Mapping[str, str] = headers) -> aiohttp.ClientResponse:
-                response = await self._send("GET", url, _pull(repository), headers)
+                response = await self._send("GET", url, _pull(repository), headers, total_s=None)
                 self._check(response, (200, 206) if headers else (200,), what)
                 return response
 
             response = await self._retried(attempt, what)
             skip = _missing_bytes(response, position, what)
+            mark, mark_s = position, monotonic()
             try:
                 async with response:
                     async for chunk in response.content.iter_chunked(READ_BYTES):
@@ -179,6 +143,10 @@ class Registry:
                             raise BlobCorrupt(f"{what} has more than the {blob.size} bytes that its manifest says")
                         if wanted:
                             yield wanted
+                        if position - mark >= PROGRESS_BYTES:
+                            mark, mark_s = position, monotonic()
+                        elif monotonic() - mark_s > PROGRESS_S_MAX:
+                            raise TimeoutError
             except FAILURES as error:
                 failures = 1 if position - failed_at >= PROGRESS_BYTES else failures + 1
                 failed_at = position
@@ -240,7 +208,7 @@ class Registry:
             try:
                 location, position = await self._patch(repository, location, position, data, what)
                 failures = 0
-            except _Again as again:
+            except Again as again:
                 failures += 1
                 if failures == self._retries.attempts:
                     raise again.failure from again
@@ -277,7 +245,7 @@ class Registry:
                 self._check(response, (202,), what)
                 return self._location(response, what), end
         except FAILURES as error:
-            raise _Again(self._lost(error, what)) from error
+            raise Again(self._lost(error, what)) from error
 
     async def _resume(self, repository: str, location: URL, what: str) -> tuple[URL, int]:
         """Ask how much of an upload has come; the location may have changed, too."""
@@ -322,7 +290,7 @@ class Registry:
             failure: BarchanError
             try:
                 return await attempt()
-            except _Again as again:
+            except Again as again:
                 failure, cause = again.failure, again.__cause__
                 if again.after_s is not None:
                     if again.after_s > self._retries.retry_after_max_s:
@@ -336,11 +304,18 @@ class Registry:
         raise AssertionError("attempts is at least 1")
 
     async def _send(
-        self, method: str, url: URL, scope: str, headers: Mapping[str, str] | None = None, body: bytes | None = None
+        self,
+        method: str,
+        url: URL,
+        scope: str,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        *,
+        total_s: float | None = REQUEST_S_MAX,
     ) -> aiohttp.ClientResponse:
         """One request with what authorization we have, after a log-in if the registry asks for one. Not retried."""
         used = self._authorization.get(scope)
-        response = await self._follow(method, url, used, headers or {}, body)
+        response = await self._follow(method, url, used, headers or {}, body, total_s)
         if response.status != 401 or response.url.origin() != self._origin.origin():
             return response
         challenge = parse_challenge(", ".join(response.headers.getall("WWW-Authenticate", [])))
@@ -348,18 +323,27 @@ class Registry:
         async with self._logging_in:
             if self._authorization.get(scope) == used:
                 self._authorization[scope] = await self._log_in(challenge, scope)
-        return await self._follow(method, url, self._authorization[scope], headers or {}, body)
+        return await self._follow(method, url, self._authorization[scope], headers or {}, body, total_s)
 
     async def _follow(
-        self, method: str, url: URL, authorization: str | None, headers: Mapping[str, str], body: bytes | None
+        self,
+        method: str,
+        url: URL,
+        authorization: str | None,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        total_s: float | None,
     ) -> aiohttp.ClientResponse:
         """Send, and follow redirects of reads; only the registry's own origin is told who we are."""
+        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_S_MAX, sock_read=SILENCE_S_MAX)
         for _ in range(REDIRECTS_MAX + 1):
             sent = dict(headers)
             if authorization is not None and url.origin() == self._origin.origin():
                 sent["Authorization"] = authorization
             data = io.BytesIO(body) if body is not None else None  # sent in pieces
-            response = await self._session.request(method, url, headers=sent, data=data, allow_redirects=False)
+            response = await self._session.request(
+                method, url, headers=sent, data=data, allow_redirects=False, timeout=timeout
+            )
             if method not in ("GET", "HEAD") or response.status not in REDIRECTED:
                 return response
             response.close()
@@ -389,7 +373,7 @@ class Registry:
                 request = self._session.get(realm.extend_query(asked), headers=headers, allow_redirects=False)
             async with request as response:
                 self._check(response, (200,), what)
-                return await _read(response, TOKEN_BYTES_MAX, what)
+                return await read_bounded(response, TOKEN_BYTES_MAX, what)
 
         answer = await self._retried(attempt, what)
         try:
@@ -421,15 +405,15 @@ class Registry:
             return
         response.close()
         if status == 429:
-            after_s = _retry_after_s(response.headers.get("Retry-After", ""))
+            after_s = retry_after_s(response.headers.get("Retry-After", ""))
             message = f"{what}: the registry {self.host} limits how much it answers (status 429); ask again later"
             wait_ms = int(1000 * (after_s if after_s is not None else self._retries.longest_s))
-            raise _Again(CapacityError(f"{message} (try: a mirror)", retry_after_ms=wait_ms), after_s)
+            raise Again(CapacityError(f"{message} (try: a mirror)", retry_after_ms=wait_ms), after_s)
         if status >= 500 or status == 408:
-            after_s = _retry_after_s(response.headers.get("Retry-After", ""))
-            raise _Again(TransportError(f"{what}: {self.host} failed with status {status} (try: again later)"), after_s)
+            after_s = retry_after_s(response.headers.get("Retry-After", ""))
+            raise Again(TransportError(f"{what}: {self.host} failed with status {status} (try: again later)"), after_s)
         if status == 416:  # a part of an upload or of a blob that does not follow what the registry has
-            raise _Again(BackendError(f"{what}: {self.host} has lost its place (try: again)", status=status))
+            raise Again(BackendError(f"{what}: {self.host} has lost its place (try: again)", status=status))
         if status == 401:
             raise Denied(f"{what}: {self.host} refuses us, {self._no_credentials}", status=status)
         if status == 403:
@@ -467,15 +451,6 @@ def _part(path: Path, position: int, size: int) -> bytes:
         return file.read(size)
 
 
-async def _read(response: aiohttp.ClientResponse, bytes_max: int, what: str) -> bytes:
-    data = bytearray()
-    async for chunk in response.content.iter_chunked(64 << 10):
-        data += chunk
-        if len(data) > bytes_max:
-            raise BlobCorrupt(f"{what} has more than {bytes_max} bytes")
-    return bytes(data)
-
-
 def _missing_bytes(response: aiohttp.ClientResponse, position: int, what: str) -> int:
     """How many of an answer's first bytes we have already: a server need not know of ranges."""
     if response.status == 200:
@@ -485,13 +460,3 @@ def _missing_bytes(response: aiohttp.ClientResponse, position: int, what: str) -
         response.close()
         raise RemoteProtocolError(f"{what}: asked for bytes from {position} on, the registry sent others")
     return 0
-
-
-def _retry_after_s(value: str) -> float | None:
-    """Seconds, as a number or until a date; None: not said, or not understood."""
-    if re.fullmatch(r"[0-9]{1,9}", value):
-        return float(value)
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time())
-    except (ValueError, OverflowError):
-        return None

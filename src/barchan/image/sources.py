@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple
 
 from aiohttp import ClientSession
@@ -18,9 +19,10 @@ from barchan.image.git import GitSource, make_tree
 from barchan.image.intake import ImageSource, in_thread, take_in
 from barchan.image.oci import template_config
 from barchan.image.pack import DEFAULT_LIMITS, Limits, make_layer
-from barchan.image.registry import DEFAULT_RETRIES, Registry, Retries, new_session
+from barchan.image.registry import Registry
 from barchan.image.registry_auth import read_credentials
 from barchan.image.registry_image import RegistryImage, RegistrySource
+from barchan.image.registry_rules import DEFAULT_RETRIES, Retries, new_session
 from barchan.image.store import ImageStore
 from barchan.image.template import GUEST_PATH, LayerKind, Template, TemplateConfig
 from barchan.image.tools import Progress
@@ -140,7 +142,7 @@ async def pull(
     """
     place = parse(source)
     if isinstance(place, GitSource):
-        return await in_thread(lambda stop: _pull_git(store, place, kind, progress, wishes, limits))
+        return await in_thread(lambda stop: _pull_git(store, place, kind, progress, stop, wishes, limits))
     if isinstance(place, FileImage) and place.kind == "dir":
         return await in_thread(lambda stop: _pull_directory(store, place.path, kind, progress, wishes))
     async with AsyncExitStack() as exits:
@@ -197,13 +199,19 @@ def _pull_directory(store: ImageStore, tree: Path, kind: LayerKind, progress: Pr
 
 
 def _pull_git(
-    store: ImageStore, source: GitSource, kind: LayerKind, progress: Progress, wishes: Wishes, limits: Limits
+    store: ImageStore,
+    source: GitSource,
+    kind: LayerKind,
+    progress: Progress,
+    stop: Event,
+    wishes: Wishes,
+    limits: Limits,
 ) -> Template:
     name = re.sub(r"\.git$", "", source.repository.rstrip("/")).replace(":", "/").rpartition("/")[2]
     if wishes.name is not None:
         TemplateConfig(name=wishes.name).check()
     with store.workspace() as workspace:
-        tree, commit = make_tree(source, workspace, progress, limits=limits, owner=wishes.owner)
+        tree, commit = make_tree(source, workspace, progress, stop, limits=limits, owner=wishes.owner)
         config = TemplateConfig(
             name=f"{name}@{commit[:12]}",
             user="root",

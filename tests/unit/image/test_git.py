@@ -4,12 +4,14 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from barchan.errors import InvalidSpec, NotFound
 from barchan.image import git, sources
 from barchan.image.git import GitSource, make_tree
+from barchan.image.intake import Stopped
 from barchan.image.pack import Limits
 from barchan.image.store import ImageStore
 
@@ -80,7 +82,9 @@ def make(tmp_path: Path) -> Make:
         workspace = tmp_path / f"workspace{next(count)}"
         workspace.mkdir()
         said: list[str] = []
-        tree, _ = make_tree(GitSource.parse(source), workspace, said.append, limits=limits or Limits(), owner=owner)
+        tree, _ = make_tree(
+            GitSource.parse(source), workspace, said.append, Event(), limits=limits or Limits(), owner=owner
+        )
         return tree, said
 
     return make
@@ -172,6 +176,18 @@ def test_what_is_not_there_is_said(make: Make, repository: tuple[Path, list[str]
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_command_is_ended_when_nobody_waits(tmp_path: Path) -> None:
+    """Input that takes its time is given whole; once it is told to stop, git is gone before the call returns."""
+    stop = Event()
+    run_git = git._Git(tmp_path, 1 << 30, stop)
+    waits = ("-c", "alias.wait=!sleep 0.5; cat", "wait")
+    assert run_git(None, *waits, stdin=b"x" * 100_000) == b"x" * 100_000
+    stop.set()
+    os.mkfifo(tmp_path / "nobody_writes")
+    with pytest.raises(Stopped):
+        run_git(None, "hash-object", "--no-filters", str(tmp_path / "nobody_writes"))
+
+
 def test_submodules_are_named(make: Make, repository: tuple[Path, list[str]]) -> None:
     """A tree that lacks what it names is no image."""
     folder, commits = repository
@@ -215,7 +231,7 @@ def test_a_repository_that_is_not_alone_is_noticed(make: Make, repository: tuple
     folder, commits = repository
     tree, _ = make(f"{folder}@{commits[0]}")
     made = tree / "workspace"
-    checker = git._Git(tree.parent, 1 << 30)
+    checker = git._Git(tree.parent, 1 << 30, Event())
     git._check_alone(checker, made)
     subprocess.run(["git", "-C", made, "hash-object", "-w", "--stdin"], input=b"later", check=True, capture_output=True)
     with pytest.raises(Exception, match="1 objects nobody reaches"):

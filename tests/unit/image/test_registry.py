@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,11 +22,15 @@ from barchan.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from barchan.image import sources
 from barchan.image.oci import Descriptor, sha256
-from barchan.image.registry import Registry, Retries, is_loopback, new_session
+from barchan.image.registry import Registry
 from barchan.image.registry_auth import Credentials, parse_challenge, read_credentials
 from barchan.image.registry_image import RegistryImage, RegistrySource
-from tests.layouts import MACHINE
+from barchan.image.registry_rules import Retries, is_loopback, new_session
+from barchan.image.store import ImageStore
+from barchan.image.template import Template
+from tests.layouts import MACHINE, Layout, tar_of
 
 QUICK = Retries(attempts=3, first_s=0.001, longest_s=0.002, retry_after_max_s=2)
 DATA = bytes(range(256)) * 4096  # 1 MiB
@@ -398,6 +403,56 @@ async def test_an_upload_goes_on_after_a_cut(server: Server, open_registry: Open
     await open_registry().upload("a/b", tmp_path / "blob", blob)
     assert done == [data]
     assert sum(seen.startswith("POST") for seen in server.seen) == 2
+
+
+async def test_a_registry_that_fails_in_a_layer_is_not_called_corrupt(
+    server: Server, other: Server, tmp_path: Path
+) -> None:
+    """A cut without end and a limit in the middle of a layer are what they are, and leave nothing; a mirror goes on."""
+    layout = Layout(tmp_path / "layout", tar_of(("a", os.urandom(1 << 20))))
+    big = layout.layers[0]["digest"]
+    limited = False
+
+    async def failing(request: web.Request) -> web.StreamResponse:
+        reference = request.path.rpartition("/")[2]
+        data = layout.blob(layout.manifest["digest"] if reference == "1" else reference).read_bytes()
+        if reference != big:
+            return web.Response(body=data)
+        if limited:
+            return web.Response(status=429)
+        response = web.StreamResponse(headers={"Content-Length": str(len(data))})
+        await response.prepare(request)
+        await response.write(data[:500_000])
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async def whole(request: web.Request) -> web.StreamResponse:
+        if request.path.endswith(big):
+            return web.Response(body=layout.blob(big).read_bytes())
+        return await failing(request)
+
+    server.handler = other.handler = failing
+    store = ImageStore(tmp_path / "images")
+
+    async def pull(*mirrors: str) -> Template:
+        return await sources.pull(
+            store,
+            f"docker://{server.host}/a:1",
+            kind="erofs",
+            progress=lambda said: None,
+            registries=sources.RegistryOptions(mirrors=mirrors, retries=QUICK),
+        )
+
+    with pytest.raises(ConnectionLost):
+        await pull()
+    limited = True
+    with pytest.raises(CapacityError):
+        await pull()
+    assert [path for name in ("tmp", "layers", "templates") for path in (store.root / name).iterdir()] == []
+    limited = False
+    server.handler = whole
+    assert len((await pull(other.host)).layers) == 1
 
 
 def test_challenges_are_read() -> None:
