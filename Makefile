@@ -7,7 +7,7 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak profile clean
+.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak profile images-cold clean
 
 setup:
 	@scripts/setup.sh
@@ -57,6 +57,11 @@ soak: setup
 profile: setup
 	$(BIN)/python scripts/profile_pipeline.py rate
 	$(BIN)/python scripts/profile_pipeline.py slow
+
+# What reading on demand saves, against a registry and a web server on loopback; the image takes minutes to build, once.
+images-cold:
+	@scripts/setup.sh test
+	$(BIN)/python -m scripts.images_cold
 
 clean:
 	rm -rf build dist src/barchan/_guest .pytest_cache .mypy_cache .ruff_cache .hypothesis

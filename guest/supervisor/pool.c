@@ -254,5 +254,7 @@ bool pool_drop_stale_quotas(void)
 		stale_first = (stale_first + 1) % STALE_MAX;
 		stale_count--;
 	}
+	if (stale_count == 0)
+		stale_first = 0; /* memory is touched only as far as the longest list of them reached */
 	return stale_count > 0;
 }

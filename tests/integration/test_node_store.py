@@ -101,9 +101,8 @@ def test_a_node_with_nothing_runs_an_image_of_its_store(pushed: Path, tmp_path: 
     (tmp_path / "empty").mkdir()
     node = NodeProcess(tmp_path / "node", tmp_path / "empty")
     node.start("--store", pushed.as_uri())
-    with barchan.connect(state_dir=node.state_dir) as client:
-        with client.create("debian", memory_mib=256) as sandbox:
-            assert sandbox.exec(["python3", "-c", "import json; print(json.dumps([1]))"]).stdout == b"[1]\n"
+    with barchan.connect(state_dir=node.state_dir) as client, client.create("debian", memory_mib=256) as sandbox:
+        assert sandbox.exec(["python3", "-c", "import json; print(json.dumps([1]))"]).stdout == b"[1]\n"
     assert node.end() == []
     images = ImageStore(tmp_path / "empty")
     (lazy,) = images.resolve("debian").layers
