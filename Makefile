@@ -7,7 +7,7 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak profile images-cold clean
+.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak profile bench-images clean
 
 setup:
 	@scripts/setup.sh
@@ -15,7 +15,7 @@ setup:
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy src examples hatch_build.py $(wildcard tests/*.py) tests/tidy tests/packaging
+	$(BIN)/mypy src examples hatch_build.py $(wildcard bench/*.py) $(wildcard tests/*.py) tests/tidy tests/packaging
 	$(PYTEST) -q tests/tidy
 
 test: check
@@ -58,10 +58,13 @@ profile: setup
 	$(BIN)/python scripts/profile_pipeline.py rate
 	$(BIN)/python scripts/profile_pipeline.py slow
 
-# What reading on demand saves, against a registry and a web server on loopback; the image takes minutes to build, once.
-images-cold:
+# Cold starts on demand and whole, what reading costs, sharing, rebasing; the first run builds an image for minutes.
+bench-images:
 	@scripts/setup.sh test
-	$(BIN)/python -m scripts.images_cold
+	$(BIN)/python -m bench.images_cold
+	$(BIN)/python -m bench.images_read
+	$(BIN)/python -m bench.images_rebase
+	$(BIN)/python -m bench.images_density
 
 clean:
 	rm -rf build dist src/barchan/_guest .pytest_cache .mypy_cache .ruff_cache .hypothesis

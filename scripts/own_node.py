@@ -57,11 +57,12 @@ class OwnNode:
 
 
 @contextlib.contextmanager
-def own_node(images: Path | None = None) -> Iterator[OwnNode]:
+def own_node(images: Path | None = None, *options: str) -> Iterator[OwnNode]:
     """A node in a fresh state directory, which goes with it at the end.
 
     Args:
         images: The store to copy; the machine's if not given.
+        options: More words for the node's command line.
     """
     images = images or default_state_dir() / "images"
     if not images.is_dir():
@@ -72,10 +73,10 @@ def own_node(images: Path | None = None) -> Iterator[OwnNode]:
         ready, ready_end = os.pipe()
         # It dies with this process, even if that is killed; the supervisor then cleans up after its grace.
         guard = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "barchan.node"]
-        options = ["--state-dir", name, "--idle-exit-s", "0", "--ready-fd", str(ready_end)]
+        words = ["--state-dir", name, "--idle-exit-s", "0", "--ready-fd", str(ready_end), *options]
         with open(state_dir / "node.log", "ab") as log:
             process = subprocess.Popen(
-                [*guard, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(ready_end,)
+                [*guard, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(ready_end,)
             )
         os.close(ready_end)
         with open(ready, "rb") as pipe:
@@ -90,6 +91,12 @@ def own_node(images: Path | None = None) -> Iterator[OwnNode]:
         finally:
             if process.poll() is None:
                 node.shut_down()
+
+
+def drop_page_cache() -> None:
+    """Of the whole machine, after everything written is on disk."""
+    subprocess.run(["sync"], check=True)
+    (MACHINE / "sys/vm/drop_caches").write_text("3")
 
 
 def cgroup_count(node: OwnNode) -> int:

@@ -77,6 +77,7 @@ PROBES: dict[str, Callable[[], str]] = {
     "fsck.erofs": _tool("fsck.erofs", "erofs-utils"),
     "umoci": _tool("umoci", "umoci"),
     "skopeo": _tool("skopeo", "skopeo"),
+    "crun": _tool("crun", "crun"),
     "buildah": _tool("buildah", "buildah"),
     "docker-registry": _tool("docker-registry", "docker-registry"),
     "htpasswd": _tool("htpasswd", "apache2-utils"),

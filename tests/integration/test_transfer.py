@@ -15,17 +15,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import barchan
 from barchan.cli.main import main
 from barchan.errors import Denied, NotFound
 from barchan.image import sources
+from barchan.image.compose import config_of
 from barchan.image.erofs import Erofs
 from barchan.image.export import push
 from barchan.image.sources import RegistryOptions, Wishes
 from barchan.image.stack import Stack
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
+from barchan.sdk.build import build
+from barchan.sdk.recipe import Recipe, Run
 from tests.layouts import Layout, tar_of
 from tests.leaks import processes
 from tests.nodes import NodeProcess
@@ -322,3 +326,45 @@ async def test_sandboxes_see_what_was_pulled(node: NodeProcess, made: Path, tmp_
         words = (await sandbox.exec(script)).text.split()
         assert words[:4] == ["hello", "second", "second", "new"]
         assert {"HEAD", "objects", "refs"} <= set(words)
+
+
+# crun 1.8 refuses hosts that have version 1 hierarchies and a version 2 one beside them: it is shown one without.
+CRUN = """
+if mountpoint -q /sys/fs/cgroup/unified; then umount /sys/fs/cgroup/unified; fi
+exec crun --cgroup-manager=cgroupfs run "$1"
+"""
+
+
+@pytest.mark.requires("cgroup", "userns", "mkfs.btrfs", "crun")
+async def test_others_run_what_was_pulled_extended_and_pushed(
+    node: NodeProcess, registry: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Out to a registry, in again under another name, one built layer more, out again: crun runs its program."""
+    host, _ = registry
+    store = ImageStore(node.state_dir / "images")
+    await push(store, "debian", f"docker://{host}/base:1", progress=lambda said: None)
+    await pull(store, f"docker://{host}/base:1", "pulled")
+    recipe = Recipe(
+        base="pulled",
+        steps=(Run(command="echo 'import os; print(os.environ[\"GREETING\"])' > /srv/say.py"),),
+        env={"GREETING": "from a built layer"},
+        workdir="/srv",
+        cmd=("python3", "say.py"),
+    )
+    async with barchan.connect_async(state_dir=node.state_dir) as client:
+        built = await build(client, recipe)
+        async with await client.create(built) as sandbox:
+            assert (await sandbox.exec(recipe.cmd)).text == "from a built layer\n"
+    config = replace(config_of(store.resolve(built)), name="built", cmd=recipe.cmd)
+    store.commit(config, store.resolve(built).layers)
+    await push(store, "built", f"docker://{host}/built:1", progress=lambda said: None)
+    skopeo(f"docker://{host}/built:1", f"oci:{tmp_path}/layout:1", "--src-tls-verify=false")
+    bundle = tmp_path / "bundle"
+    subprocess.run(["umoci", "unpack", "--image", f"{tmp_path}/layout:1", bundle], check=True, capture_output=True)
+    runtime = json.loads((bundle / "config.json").read_text())
+    assert (runtime["process"]["args"], runtime["process"]["cwd"]) == (["python3", "say.py"], "/srv")
+    runtime["process"]["terminal"] = False
+    (bundle / "config.json").write_text(json.dumps(runtime))
+    argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CRUN, "sh", f"barchan-test-{os.getpid()}"]
+    ran = subprocess.run(argv, cwd=bundle, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "from a built layer\n", "")

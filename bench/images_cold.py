@@ -1,4 +1,4 @@
-"""Cold start of an image of more than a GiB: read on demand, against a whole pull. `make images-cold`.
+"""Cold start of an image of more than a GiB: read on demand, against a whole pull. `make bench-images`.
 
 One image of Debian's C++, Java and Node toolchains lies in a registry on loopback and, in chunks, behind a web server
 on loopback. Two ways to a program in it, each on an empty disk and an empty page cache:
@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 
 import barchan
 from barchan.sdk.aio.sandbox import AsyncSandbox
+from scripts.own_node import drop_page_cache, own_node
 from tests.registries import running_registry
 from tests.stores_http import served
 
@@ -81,7 +82,7 @@ def main() -> int:
     parser.add_argument("--packages", default=PACKAGES)
     options = parser.parse_args()
     if os.geteuid() != 0:
-        sys.exit("needs root (try: sudo make images-cold)")
+        sys.exit("needs root (try: sudo make bench-images)")
     options.work.mkdir(parents=True, exist_ok=True)
     state_dir = options.work / "state"
     _barchan(state_dir, "image", "build", "debian", "--name", IMAGE, "--include", options.packages)
@@ -96,7 +97,7 @@ def main() -> int:
             served(store, folder / "web") as url,
         ):
             _barchan(state_dir, "image", "push", IMAGE, f"docker://{host}/{IMAGE}:1", "--plain-http")
-            results = {
+            results: dict[str, dict[str, float]] = {
                 "image": {"bytes": size_bytes, "files": files},
                 "on_demand": _on_demand(folder, url),
                 "again": _on_demand(folder, url),
@@ -110,30 +111,27 @@ def main() -> int:
 
 def _on_demand(folder: Path, url: str) -> dict[str, float]:
     """A fresh node; what its first sandbox takes. The second run has the record of the first one's reads."""
-    with TemporaryDirectory(prefix="node-", dir=folder) as name:
-        log = folder / "web" / "access.log"
-        before = _served_bytes(log)
-        _drop_caches()
-        written, began = _written_bytes(), time.monotonic()
-        result = asyncio.run(_sandbox(Path(name), url, began, lambda: _served_bytes(log) - before))
+    nothing, log = _made(folder / "nothing"), folder / "web" / "access.log"
+    before = _served_bytes(log)
+    drop_page_cache()
+    written = _written_bytes()
+    with own_node(nothing, "--store", url) as node:
+        result = asyncio.run(_sandbox(node.state_dir, lambda: _served_bytes(log) - before))
         subprocess.run(["sync"], check=True)
-        result["written_bytes"] = _written_bytes() - written
-        _barchan(Path(name), "down")
-        return result
+        return {**result, "written_bytes": _written_bytes() - written}
 
 
-async def _sandbox(state_dir: Path, url: str, began: float, fetched: Callable[[], int]) -> dict[str, float]:
-    async with barchan.connect_async(state_dir=state_dir, store=url) as client:
-        connected = time.monotonic()
+async def _sandbox(state_dir: Path, fetched: Callable[[], int]) -> dict[str, float]:
+    async with barchan.connect_async(state_dir=state_dir) as client:
+        began = time.monotonic()
         async with await client.create(IMAGE, memory_mib=4096, disk_mib=2048, cpus=2) as sandbox:
             await _must(sandbox, "true")
             first, first_bytes = time.monotonic(), fetched()
             await _must(sandbox, WORK)
             return {
-                "node_s": connected - began,
-                "first_s": first - connected,
+                "first_s": first - began,
                 "first_bytes": first_bytes,
-                "work_s": time.monotonic() - connected,
+                "work_s": time.monotonic() - began,
                 "fetched_bytes": fetched(),
             }
 
@@ -147,7 +145,7 @@ async def _must(sandbox: AsyncSandbox, command: str) -> None:
 def _whole(folder: Path, host: str) -> dict[str, float]:
     with TemporaryDirectory(prefix="whole-", dir=folder) as name:
         layout, bundle = Path(name) / "layout", Path(name) / "bundle"
-        _drop_caches()
+        drop_page_cache()
         written, began = _written_bytes(), time.monotonic()
         _run("skopeo", "copy", "--quiet", "--src-tls-verify=false", f"docker://{host}/{IMAGE}:1", f"oci:{layout}:1")
         _run("umoci", "unpack", "--image", f"{layout}:1", str(bundle))
@@ -195,11 +193,6 @@ def _written_bytes() -> int:
     device = os.stat("/var/tmp").st_dev
     stat = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").read_text().split()
     return int(stat[FIELD_SECTORS_WRITTEN]) * SECTOR_BYTES
-
-
-def _drop_caches() -> None:
-    subprocess.run(["sync"], check=True)
-    Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 def _barchan(state_dir: Path, *words: str) -> None:
