@@ -12,6 +12,8 @@ NAMES_MAX = 100_000
 # Names that images get by what is in them, so that whoever needs the same again finds it:
 BUILT_PREFIX = "prep-"  # what a recipe made
 MERGED_PREFIX = "merged-"  # layers of a long stack as one
+VERIFIER_PREFIX = "verify-"  # what a task's verifier installs
+MADE_PREFIXES = (BUILT_PREFIX, MERGED_PREFIX, VERIFIER_PREFIX)
 
 
 class NameRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -86,6 +86,8 @@ class ImageInfo(Struct, frozen=True, kw_only=True):
     Attributes:
         shared_bytes: Of the layers that other images have, too; only in lists.
         used_unix_s: When a sandbox last started from it, or it was made; only in lists.
+        entrypoint, cmd: What other runtimes start.
+        source: What it was built from, in one line.
     """
 
     name: str
@@ -99,6 +101,9 @@ class ImageInfo(Struct, frozen=True, kw_only=True):
     base_layers: int = 0
     shared_bytes: int = 0
     used_unix_s: float = 0.0
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+    source: str = ""
 
 
 class LayerInfo(Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from barchan.backends.guest import GuestProcess
 from barchan.errors import BackendError, BarchanError, Denied, InvalidSpec
+from barchan.image.store import image_info
 from barchan.model.gc import GcRequest
 from barchan.model.image import NameRequest, RebaseRequest
 from barchan.model.node import Killed, LeaseRequest, SnapshotRequest
@@ -129,6 +130,9 @@ class Server:
 
     async def image_list(self, request: web.Request) -> web.StreamResponse:
         return _reply(request, await asyncio.to_thread(self._sandboxes.images.list))
+
+    async def image(self, request: web.Request) -> web.StreamResponse:
+        return _reply(request, image_info(await self._sandboxes.templates.resolve(request.match_info["name"])))
 
     async def image_remove(self, request: web.Request) -> web.StreamResponse:
         return _reply(request, await snapshots.remove_image(self._sandboxes, request.match_info["name"]))

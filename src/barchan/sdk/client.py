@@ -131,6 +131,15 @@ class Client:
         """The templates that the node can start."""
         return run(self._twin.images())
 
+    def image(self, name: str) -> ImageInfo:
+        """One image, by its name or digest; what the node does not have, it has from its blob store.
+
+        Raises:
+            NotFound: There is none.
+            BlobUnavailable: It is not on the node, and the store can't be asked.
+        """
+        return run(self._twin.image(name))
+
     def remove_image(self, name: str) -> ImageInfo:
         """Forget an image, by its name or digest. Sandboxes that run keep their files.
 

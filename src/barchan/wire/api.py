@@ -127,6 +127,8 @@ ROUTES: tuple[Route, ...] = (
     Route("lease_list", "GET", "/v1/leases", list[LeaseInfo], summary="The leases: their terms, and what is used of them."),
     Route("lease_end", "DELETE", "/v1/leases/{lease_id}", Killed, summary="End a lease and its sandboxes now."),
     Route("image_list", "GET", "/v1/images", list[ImageInfo], summary="Templates this node can start."),
+    Route("image", "GET", "/v1/images/{name}", ImageInfo,
+          summary="One image by name or digest (a `/` as %2F); what is not here is had from the node's blob store."),
     Route("image_remove", "DELETE", "/v1/images/{name}", ImageInfo,
           summary="Forget an image (a `/` in its name as %2F); sandboxes that run keep their files."),
     Route("image_gc", "POST", "/v1/images/gc", GcReport, body=GcRequest, body_kind="value",

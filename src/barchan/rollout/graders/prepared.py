@@ -4,9 +4,10 @@ import hashlib
 
 import msgspec
 
+from barchan.model.image import VERIFIER_PREFIX
 from barchan.rollout.task import ScriptGrader
 
-PREFIX = "verify-"
+PREFIX = VERIFIER_PREFIX
 FORMAT = 1  # of the names
 # Installers then say at once what they have and what not, instead of asking a network that is not there.
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "UV_OFFLINE": "1"}

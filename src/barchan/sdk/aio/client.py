@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 NODE_INFO = Call("node_info", NodeInfo)
 IMAGES = Call("image_list", list[ImageInfo])
+IMAGE = Call("image", ImageInfo)
 IMAGE_REMOVE = Call("image_remove", ImageInfo)
 IMAGE_GC = Call("image_gc", GcReport)
 LAYERS = Call("layer_list", list[LayerInfo])
@@ -41,6 +42,7 @@ KILL_MANY = Call("kill_many", Killed)
 CREATE_TIMEOUT_S = 120.0
 _CREATING_MAX = 64  # at once, of one create_many; the node has bounds of its own
 _KILL_TIMEOUT_S = 120.0
+_IMAGE_TIMEOUT_S = 120.0  # the node may have to ask its blob store
 _GC_TIMEOUT_S = 600.0  # a layer may be a whole tree of files
 _REBASE_QUIET_S = 600.0  # while large images are looked into
 
@@ -220,6 +222,15 @@ class AsyncClient:
     async def images(self) -> list[ImageInfo]:
         """The templates that the node can start."""
         return await self._transport.value(IMAGES, IMAGES.target())
+
+    async def image(self, name: str) -> ImageInfo:
+        """One image, by its name or digest; what the node does not have, it has from its blob store.
+
+        Raises:
+            NotFound: There is none.
+            BlobUnavailable: It is not on the node, and the store can't be asked.
+        """
+        return await self._transport.value(IMAGE, IMAGE.target(name=name), timeout_s=_IMAGE_TIMEOUT_S)
 
     async def remove_image(self, name: str) -> ImageInfo:
         """Forget an image, by its name or digest. Sandboxes that run keep their files.
