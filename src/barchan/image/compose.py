@@ -68,6 +68,11 @@ def compose(base: Template, above: Sequence[Template]) -> Template:
     )
 
 
+def digests(layers: Iterable[Layer]) -> tuple[str, ...]:
+    """What tells layers apart: however each is kept, now or when an image was made on it, it shows the same."""
+    return tuple(layer.digest for layer in layers)
+
+
 def distinct(layers: Iterable[Layer]) -> tuple[Layer, ...]:
     """Each digest once, at its topmost place."""
     found: dict[str, Layer] = {}
@@ -177,7 +182,7 @@ def run_to_merge(sizes: Sequence[int | None], own: int, surplus: int) -> range |
 def stands_on(template: Template, base: Template) -> bool:
     """Whether an image has layers of its own on exactly those of the base."""
     count = len(base.layers)
-    return len(template.layers) > count and template.layers[-count:] == base.layers
+    return len(template.layers) > count and digests(template.layers[-count:]) == digests(base.layers)
 
 
 def on_another_base(template: Template, old: Template, new: Template) -> tuple[TemplateConfig, tuple[Layer, ...]]:

@@ -49,16 +49,16 @@ def choose(
     order = sorted(templates, key=lambda template: (ranks[template.name], -len(template.layers), template.name))
     uses = Counter(layer for template in templates for layer in set(template.layers))
     left_bytes = sum(sizes[layer] for layer in uses)
-    stood_on: set[Layer] = set()  # by images that stay
+    stood_on: set[str] = set()  # digests of the layers of images that stay
     chosen = []
     for template in order:
         if asked.keep_bytes is not None and left_bytes <= asked.keep_bytes:
             break
         ending = [layer for layer in set(template.layers) if uses[layer] == 1]
         is_busy = any(layer.digest in busy for layer in (*template.layers[:1], *ending))
-        is_base = not stood_on.isdisjoint(template.layers[:1])
+        is_base = any(layer.digest in stood_on for layer in template.layers[:1])
         if ranks[template.name].used_unix_s > latest or is_busy or is_base:
-            stood_on.update(template.layers)
+            stood_on.update(layer.digest for layer in template.layers)
             continue
         uses.subtract(set(template.layers))
         freed_bytes = sum(sizes[layer] for layer in ending)
@@ -69,15 +69,16 @@ def choose(
 
 def _ranks(templates: Collection[Template], used_unix_s: Mapping[str, float]) -> dict[str, _Rank]:
     """An image is used when one that stands on it is: such a one has the image's topmost layer among its own."""
-    by_layer: dict[Layer, _Rank] = {}
+    by_layer: dict[str, _Rank] = {}  # by digest: an image may name its base's layer as it was kept once
     own: dict[str, _Rank] = {}
     for template in templates:
         used = used_unix_s[template.name]
         own[template.name] = _Rank(not template.name.startswith(CACHE), used)
         for layer in template.layers:
-            by_layer[layer] = _greater(by_layer.get(layer), own[template.name])
+            by_layer[layer.digest] = _greater(by_layer.get(layer.digest), own[template.name])
     return {
-        template.name: by_layer[template.layers[0]] if template.layers else own[template.name] for template in templates
+        template.name: by_layer[template.layers[0].digest] if template.layers else own[template.name]
+        for template in templates
     }
 
 

@@ -296,7 +296,7 @@ class ImageStore:
     def _check_kept(self, layers: Iterable[Layer]) -> None:
         for layer in layers:
             if not self.layer_path(layer).exists():
-                raise _layer_gone(layer)
+                raise layer_gone(layer)
 
     def _keep(self, new: NewLayer) -> None:
         """Give a layer its final name; content is the name, so one that is there already stays."""
@@ -393,11 +393,14 @@ def image_info(template: Template, *, shared_bytes: int = 0, used_unix_s: float 
         base_layers=template.base_layers,
         shared_bytes=shared_bytes,
         used_unix_s=used_unix_s,
+        entrypoint=template.entrypoint,
+        cmd=template.cmd,
+        source=template.source,
     )
 
 
-def _layer_gone(layer: Layer) -> NotFound:
-    return NotFound(f"layer {layer.digest} is not in the store any more: its image was removed")
+def layer_gone(layer: Layer) -> NotFound:
+    return NotFound(f"layer {layer.digest} is not in the store any more: its image was removed", layer=layer.digest)
 
 
 def _generation(lock: int) -> bytes:

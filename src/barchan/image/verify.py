@@ -81,7 +81,8 @@ def _digest(template: Template) -> str:
 
 
 def _template_damage(template: Template) -> Damage:
-    cause = f"its digest is {_digest(template)}, not {template.digest} (try: build it again with --force)"
+    remedy = f"(try: barchan image remove {template.name}, then build or pull it again)"
+    cause = f"its digest is {_digest(template)}, not {template.digest} {remedy}"
     return Damage(what=f"template {template.name}", cause=cause, images=(template.name,))
 
 
@@ -106,7 +107,7 @@ def _check(store: ImageStore, layer: Layer) -> int:
         verify_layer(path, layer.digest)
         return path.stat().st_size
     except FileNotFoundError:
-        remedy = "(try: build or pull its images again with --force, or remove them)"
+        remedy = "(try: remove its images, then build or pull them again)"
         raise NotFound(f"{path.name} is missing {remedy}") from None
 
 
@@ -118,8 +119,12 @@ def _check_cached(path: Path, cache: Path, digest: str) -> int:
     notes = read_notes(cache, digest, index.count)
     if not notes:
         return 0
+    try:
+        data = (cache / f"{digest}.data").open("rb")
+    except FileNotFoundError:
+        return 0  # its last sandbox has ended meanwhile
     bytes_read = 0
-    with (cache / f"{digest}.data").open("rb") as data:
+    with data:
         for chunk in (chunk for chunk in range(index.count) if notes[chunk] == PRESENT):
             raw = os.pread(data.fileno(), index.size(chunk), chunk * index.chunk_bytes)
             if hashlib.sha256(raw).digest() != index.sha256(chunk):

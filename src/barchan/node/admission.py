@@ -105,7 +105,7 @@ class Admission:
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self._pass_on()
-                else:
+                elif waiting in self._queue:  # whoever left just now has passed over a turn that nobody waits for
                     self._queue.remove(waiting)
                     heapq.heapify(self._queue)
                 raise

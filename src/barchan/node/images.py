@@ -6,7 +6,7 @@ Layers are read and written in threads, one after the other: nothing here holds 
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -19,9 +19,9 @@ from barchan.image.diff_tar import merge
 from barchan.image.erofs import Erofs
 from barchan.image.lazy_layer import open_lazy
 from barchan.image.opaque import drop_needless_opaque
-from barchan.image.store import ImageStore, NewLayer, image_info
+from barchan.image.store import ImageStore, NewLayer, image_info, layer_gone
 from barchan.image.template import LAYERS_MAX, Layer, Template, TemplateConfig, template_digest
-from barchan.model.image import BUILT_PREFIX, MERGED_PREFIX, NameRequest, Rebased, RebaseRequest
+from barchan.model.image import BUILT_PREFIX, MADE_PREFIXES, MERGED_PREFIX, NameRequest, Rebased, RebaseRequest
 from barchan.model.node import ImageInfo
 from barchan.model.sandbox import SandboxSpec
 from barchan.node.store_images import StoreImages
@@ -42,7 +42,7 @@ class NodeImages:
         self._merging = asyncio.Lock()
 
     async def resolve(self, name: str) -> Template:
-        """The image of that name or digest.
+        """The image of that name or digest. Those that nodes make for themselves are asked of no store.
 
         Raises:
             NotFound: There is none. BlobCorrupt: Its file is damaged.
@@ -51,7 +51,7 @@ class NodeImages:
         try:
             return self.store.resolve(name)
         except NotFound:
-            if self.remote is None:
+            if self.remote is None or name.startswith(MADE_PREFIXES):
                 raise
         return await self.remote.fetch(name)
 
@@ -94,7 +94,7 @@ class NodeImages:
         try:
             return open_lazy(path) if layer.kind == "lazy" else Erofs.open(path)
         except FileNotFoundError as error:
-            raise NotFound(f"layer {layer.digest} is not in the store any more: its image was removed") from error
+            raise layer_gone(layer) from error
 
     async def _look(self, met: Iterable[Meeting]) -> dict[Meeting, Clash | None]:
         """What clashes in each meeting; one that was looked at before costs nothing."""
@@ -161,7 +161,8 @@ class NodeImages:
             if run is None:
                 raise InvalidSpec(
                     f"{len(layers) + LAYERS_MAX - most} layers are more than the {LAYERS_MAX} that a sandbox can have, "
-                    "and can't be merged: only EROFS files that are all here can be"
+                    "and can't be merged: only EROFS files that are all here can be",
+                    layers=len(layers),
                 )
             merged = await self._merged(layers, run)
             if run.start >= len(layers) - base_layers:
@@ -220,7 +221,7 @@ class NodeImages:
             InvalidSpec: Both bases are the same; nothing was changed.
         """
         old, new = await self.resolve(asked.old), await self.resolve(asked.new)
-        if old.layers == new.layers:
+        if compose.digests(old.layers) == compose.digests(new.layers):
             raise InvalidSpec(
                 f"images {asked.old!r} and {asked.new!r} have the same layers: there is nothing to replace"
             )
@@ -231,15 +232,27 @@ class NodeImages:
             chosen = [template for template in every if _is_meant(template, old, new)]
         for start in range(0, len(chosen), REBASE_BATCH):
             batch = chosen[start : start + REBASE_BATCH]
-            strange = {template.name: _new_ground(template, old, new) for template in batch}
-            clashes = await self._look(meeting for meeting in strange.values() if meeting is not None)
+            met = [meeting for template in batch if (meeting := _new_ground(template, old, new)) is not None]
+            with suppress(BarchanError):  # together they cost less, and are remembered; whose fault it was is seen below
+                await self._look(met)
             for template in batch:
-                meeting = strange[template.name]
-                clash = clashes[meeting] if meeting is not None else None
-                error = compose.clash_error(template.name, new.name, clash) if clash is not None else None
+                error = await self._clash_on(template, old, new)
                 yield await finished(asyncio.to_thread(self._rebase, template, old, new, len(chosen), error))
 
-    def _rebase(self, template: Template, old: Template, new: Template, total: int, error: Conflict | None) -> Rebased:
+    async def _clash_on(self, template: Template, old: Template, new: Template) -> BarchanError | None:
+        """Why an image can't go to a new base, as far as its layers say; one that can't be read can't."""
+        meeting = _new_ground(template, old, new)
+        if meeting is None:
+            return None
+        try:
+            clash = (await self._look([meeting]))[meeting]
+        except BarchanError as error:
+            return error
+        return compose.clash_error(template.name, new.name, clash) if clash is not None else None
+
+    def _rebase(
+        self, template: Template, old: Template, new: Template, total: int, error: BarchanError | None
+    ) -> Rebased:
         refused, digest = "", template.digest
         try:
             if error is not None:
@@ -257,7 +270,9 @@ class NodeImages:
 
 def _is_meant(template: Template, old: Template, new: Template) -> bool:
     """Whether an image that nobody named goes to the new base: not the new base itself, nor what is on it already."""
-    is_on_new = len(new.layers) > len(old.layers) and template.layers[-len(new.layers) :] == new.layers
+    is_on_new = len(new.layers) > len(old.layers) and (
+        compose.digests(template.layers[-len(new.layers) :]) == compose.digests(new.layers)
+    )
     is_cache = template.name.startswith((BUILT_PREFIX, MERGED_PREFIX))
     return compose.stands_on(template, old) and not is_on_new and not is_cache
 

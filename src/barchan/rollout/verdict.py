@@ -244,6 +244,8 @@ def verdict_of_error(error: BaseException, stage: str) -> Verdict:
         found = next((cause for cls, cause in _VOID_CAUSES if isinstance(error, cls)), None)
         if isinstance(error, NotFound) and stage in ("setup", "create"):
             found = "image"
+        if not {"layer", "layers"}.isdisjoint(error.details):
+            found = "image"
         return void(error.fault, found or "unknown", evidence)
     return void("platform", "unknown", evidence)
 

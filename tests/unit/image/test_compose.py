@@ -1,6 +1,7 @@
 """How images are put together, which layers of a long stack become one, and what another base changes."""
 
 import pytest
+from msgspec.structs import replace
 
 from barchan.image.compose import (
     compose,
@@ -53,6 +54,14 @@ def test_a_digest_counts_once() -> None:
     assert compose(DEBIAN, [TOOL, TASK, TOOL]).layers == layers("TtkD")
     whole = compose(DEBIAN, [image("whole", "xD")])
     assert (whole.layers, whole.base_layers) == (layers("xD"), 0)
+
+
+def test_an_image_stands_on_its_base_however_that_is_kept_now() -> None:
+    """A pull may have made the base whole since; on another base it gets that one's layers as they are there."""
+    whole, lazy = image("base", "B"), Layer("B", "lazy")
+    above = replace(image("above", "aB", 1), layers=(*layers("a"), lazy))
+    assert stands_on(above, whole)
+    assert on_another_base(above, whole, image("new", "N"))[1] == layers("aN")
 
 
 def test_only_layers_that_were_not_made_for_each_other_meet() -> None:

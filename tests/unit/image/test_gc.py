@@ -81,6 +81,14 @@ def test_a_base_stays_while_an_image_on_it_does() -> None:
     assert chosen([base, middle, top], {}, keep_bytes=20) == ["top"]
 
 
+def test_a_base_stays_however_its_layer_was_kept_once() -> None:
+    """It was brought here whole after an image had been built on it; that one names the layer as it was."""
+    base, above = template("base", "1"), template("above", "2", "1")
+    lazily = msgspec.structs.replace(above, layers=(above.layers[0], Layer(base.layers[0].digest, "lazy")))
+    assert chosen([base, lazily], {"above": 1}, unused_for_s=7 * DAY_S) == []
+    assert chosen([base, lazily], {}, unused_for_s=7 * DAY_S) == ["above", "base"]
+
+
 def test_two_names_of_one_image_go_together_or_not_at_all() -> None:
     """One is used when the other is."""
     one, other = template("one", "1"), template("other", "1")

@@ -145,3 +145,11 @@ def test_a_damaged_index_is_found(lazy: tuple[ImageStore, Layer, Path]) -> None:
     path = store.layer_path(layer)
     change(path, path.stat().st_size - 10)
     assert found(store) == {f"layer {layer.digest}.lazy": ("x",)}
+
+
+def test_a_cache_that_goes_meanwhile_is_no_damage(lazy: tuple[ImageStore, Layer, Path]) -> None:
+    """The last sandbox ends between what is noted and what is read: the layer itself is not missing."""
+    store, _, data = lazy
+    data.unlink()
+    report = checked(store)
+    assert (report.damages, report.bytes_read) == ((), 0)

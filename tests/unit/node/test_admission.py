@@ -92,3 +92,24 @@ async def test_a_cancelled_wait_gives_its_turn_on(tmp_path: Path, granted: bool)
     await second.__aexit__(None, None, None)
     assert (admission.starting, admission.queued) == (0, 0)
     await asyncio.wait_for(one(), 1)
+
+
+async def test_a_wait_that_is_cancelled_as_its_turn_comes_is_just_cancelled(tmp_path: Path) -> None:
+    """Whoever leaves passes over a turn that nobody waits for any more, before the one who waited has noticed."""
+    admission = Admission(LIMITS, tmp_path)
+    first, second = admission.slot(0), admission.slot(0)
+    await first.__aenter__()
+    await second.__aenter__()
+
+    async def one() -> None:
+        async with admission.slot(0):
+            pass
+
+    waiting = asyncio.create_task(one())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await first.__aexit__(None, None, None)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await second.__aexit__(None, None, None)
+    assert (admission.starting, admission.queued) == (0, 0)
