@@ -1,24 +1,27 @@
-/* Files that have several names: inode number -> where it was packed, and how many names have come by. */
+/* Files that have several names: device and inode number -> where it was packed, and how many names have come by. A tree may be of
+ * several file systems. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
 #include "pack.h"
 
 struct linked {
-	uint64_t number, at; /* number 0: free */
-	uint32_t links;
+	uint64_t device, number, at;
+	uint32_t links; /* 0: free */
 };
 
 static struct linked *entries;
 static size_t size, count;
 
-static struct linked *place_of(uint64_t number)
+static struct linked *place_of(uint64_t device, uint64_t number)
 {
-	size_t at = (number * UINT64_C(0x9E3779B97F4A7C15)) >> 20;
+	size_t at = ((number ^ device << 40) * UINT64_C(0x9E3779B97F4A7C15)) >> 20;
 
-	while (entries[at % size].number && entries[at % size].number != number)
-		at++;
-	return &entries[at % size];
+	for (;; at++) {
+		struct linked *entry = &entries[at % size];
+		if (!entry->links || (entry->number == number && entry->device == device))
+			return entry;
+	}
 }
 
 static void grow(void)
@@ -31,8 +34,8 @@ static void grow(void)
 	if (!entries)
 		fail_errno("remembering links");
 	for (size_t i = 0; i < size_before; i++)
-		if (before[i].number)
-			*place_of(before[i].number) = before[i];
+		if (before[i].links)
+			*place_of(before[i].device, before[i].number) = before[i];
 	free(before);
 }
 
@@ -41,17 +44,17 @@ uint64_t *links_find(const struct stat *stat)
 {
 	if (2 * count >= size)
 		grow();
-	struct linked *entry = place_of(stat->st_ino);
-	if (!entry->number) {
+	struct linked *entry = place_of(stat->st_dev, stat->st_ino);
+	if (!entry->links) {
 		count++;
-		*entry = (struct linked){.number = stat->st_ino, .links = 1};
+		*entry = (struct linked){.device = stat->st_dev, .number = stat->st_ino, .links = 1};
 	}
 	return &entry->at;
 }
 
 void links_again(const struct stat *stat)
 {
-	struct linked *entry = place_of(stat->st_ino);
+	struct linked *entry = place_of(stat->st_dev, stat->st_ino);
 
 	image_put_links(entry->at, ++entry->links);
 }

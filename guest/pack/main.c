@@ -20,6 +20,7 @@ struct options options = {
 	.entries_max = UINT64_MAX,
 	.depth_max = 2048, /* as deep as one path can name */
 	.xattr_bytes_max = UINT64_MAX,
+	.text_bytes_max = UINT64_MAX,
 };
 
 void fail(enum blame blame, const char *format, ...)
@@ -51,6 +52,16 @@ void count_entry(void)
 		fail(BLAME_INPUT, "more than %llu entries", (unsigned long long)options.entries_max);
 }
 
+/* What is kept of an archive until its end: a name, or what a symbolic link says. */
+void count_text(const char *text)
+{
+	static uint64_t total;
+
+	total += strlen(text) + 1;
+	if (total > options.text_bytes_max)
+		fail(BLAME_INPUT, "more than %llu bytes of names and targets of symbolic links", (unsigned long long)options.text_bytes_max);
+}
+
 void check_depth(uint64_t depth)
 {
 	if (depth > options.depth_max)
@@ -60,7 +71,7 @@ void check_depth(uint64_t depth)
 static __attribute__((noreturn)) void usage(void)
 {
 	fprintf(stderr, "usage: barchan-pack [--mtime SECONDS] [--entries-max N] [--depth-max N] [--xattr-bytes-max N] "
-			"{DIRECTORY | --tar} IMAGE BYTES_MAX\n");
+			"[--text-bytes-max N] {DIRECTORY | --tar} IMAGE BYTES_MAX\n");
 	exit(USAGE);
 }
 
@@ -83,6 +94,7 @@ static bool read_options(int argc, char **argv)
 		{"entries-max", required_argument, NULL, 'e'},
 		{"depth-max", required_argument, NULL, 'd'},
 		{"xattr-bytes-max", required_argument, NULL, 'x'},
+		{"text-bytes-max", required_argument, NULL, 's'},
 		{0},
 	};
 	bool is_tar = false;
@@ -98,6 +110,8 @@ static bool read_options(int argc, char **argv)
 			options.depth_max = number(optarg) < options.depth_max ? number(optarg) : options.depth_max;
 		else if (found == 'x')
 			options.xattr_bytes_max = number(optarg);
+		else if (found == 's')
+			options.text_bytes_max = number(optarg);
 		else
 			usage();
 	}

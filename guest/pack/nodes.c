@@ -119,6 +119,7 @@ void nodes_put(struct node *directory, const char *name, struct node *node)
 		(*place)->node = node;
 		return;
 	}
+	count_text(name);
 	table_count++;
 	*place = keep(sizeof(**place) + strlen(name) + 1);
 	**place = (struct name){.next = directory->names, .directory = directory, .node = node};

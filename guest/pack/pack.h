@@ -25,7 +25,7 @@
 enum blame { BLAME_HOST = 1, BLAME_INPUT = 3, BLAME_ROOM = 4 };
 
 struct options {
-	uint64_t bytes_max, entries_max, depth_max, xattr_bytes_max;
+	uint64_t bytes_max, entries_max, depth_max, xattr_bytes_max, text_bytes_max;
 	bool has_mtime; /* every time becomes this one, and a tree's attributes stay behind: only its content counts */
 	time_t mtime;
 	uint64_t hash_key; /* random */
@@ -36,6 +36,7 @@ extern struct options options;
 void fail(enum blame blame, const char *format, ...) __attribute__((noreturn, format(printf, 2, 3)));
 void fail_errno(const char *what) __attribute__((noreturn));
 void count_entry(void);
+void count_text(const char *text);
 void check_depth(uint64_t depth);
 
 /* where.c: the entry at hand, for what `fail` says. */
@@ -43,6 +44,7 @@ void where_enter(const char *name);
 void where_leave(const char *name);
 void where_is(const char *name);
 const char *where_text(void);
+const char *printable(const char *text); /* valid until the next call */
 
 /* image.c: space in the image, and the records in it. Places of metadata count from where it begins. */
 enum layout { LAYOUT_PLAIN = 0, LAYOUT_INLINE = 2, LAYOUT_CHUNKS = 4 };

@@ -32,9 +32,9 @@ _Noreturn void tar_fail(int error, const char *format, ...)
 		fail(BLAME_HOST, "%s: %s", text, strerror(error));
 	if (last_name[0] && !where_text()[0]) {
 		where_is(last_name);
-		fail(BLAME_INPUT, "in what comes next, %s", text);
+		fail(BLAME_INPUT, "in what comes next, %s", printable(text));
 	}
-	fail(BLAME_INPUT, "%s", text);
+	fail(BLAME_INPUT, "%s", printable(text)); /* it may have a name in it */
 }
 
 static bool is_whiteout(const struct node *node)
@@ -79,7 +79,7 @@ static struct node *enter(struct node *directory, const char *name, bool is_spec
 	if (found && is_special)
 		return NULL;
 	if (found && !is_whiteout(found))
-		fail(BLAME_INPUT, "it lies below %s, which is no directory", name);
+		fail(BLAME_INPUT, "it lies below %s, which is no directory", printable(name));
 	count_entry();
 	struct node *made = nodes_new(S_IFDIR | 0755);
 	made->mtime.tv_nsec = IMPLIED_MTIME_NS;
@@ -160,6 +160,7 @@ static struct node *symlink_node(void)
 
 	if (!entry.link[0])
 		fail(BLAME_INPUT, "a symbolic link to nothing");
+	count_text(entry.link);
 	node->target = nodes_keep(entry.link, strlen(entry.link) + 1);
 	return node;
 }

@@ -37,19 +37,34 @@ void where_is(const char *name)
 	add(name);
 }
 
+/* Room for four bytes of each that is read, and for dots. */
+static char *escape(char *to, const char *text, size_t bytes)
+{
+	for (size_t i = 0; i < bytes; i++) {
+		unsigned char byte = (unsigned char)text[i];
+		if (byte < ' ' || byte == 0x7f || byte == '\\')
+			to += sprintf(to, "\\x%02x", byte);
+		else
+			*to++ = (char)byte;
+	}
+	return to;
+}
+
 /* Empty between entries. */
 const char *where_text(void)
 {
 	static char text[4 * SHOWN_BYTES + 4];
-	size_t kept = length < SHOWN_BYTES ? length : SHOWN_BYTES, at = 0;
+	size_t kept = length < SHOWN_BYTES ? length : SHOWN_BYTES;
 
-	for (size_t i = 0; i < kept; i++) {
-		unsigned char byte = (unsigned char)path[i];
-		if (byte < ' ' || byte == 0x7f || byte == '\\')
-			at += (size_t)snprintf(text + at, sizeof(text) - at, "\\x%02x", byte);
-		else
-			text[at++] = (char)byte;
-	}
-	strcpy(text + at, length > kept ? "..." : "");
+	strcpy(escape(text, path, kept), length > kept ? "..." : "");
 	return text;
+}
+
+const char *printable(const char *text)
+{
+	static char shown[4 * SHOWN_BYTES + 4];
+	size_t bytes = strlen(text), kept = bytes < SHOWN_BYTES ? bytes : SHOWN_BYTES;
+
+	strcpy(escape(shown, text, kept), bytes > kept ? "..." : "");
+	return shown;
 }

@@ -31,19 +31,22 @@ _IDENTITY_AT, _IDENTITY_BYTES = 1072, 16  # in the superblock
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What one layer may cost; its packer needs about 200 bytes of memory for each entry of an archive.
+    """What one layer may cost; its packer needs about 200 bytes of memory for each entry of an archive, and its text.
 
     Attributes:
         entries_max: Names in it, with the directories that an archive leaves out.
         bytes_max: Of an archive, unpacked from its compression, and of the layer's file.
         depth_max: Directories in directories; more than 2048 can't be asked for.
         xattr_bytes_max: Of all its extended attributes together.
+        text_bytes_max: Of an archive's names, without those of the directories that they are in, and of what its
+            symbolic links say.
     """
 
     entries_max: int = 4_000_000
     bytes_max: int = 256 << 30
     depth_max: int = 2048
     xattr_bytes_max: int = 256 << 20
+    text_bytes_max: int = 128 << 20
 
 
 DEFAULT_LIMITS = Limits()
@@ -145,6 +148,7 @@ def _limits(limits: Limits) -> list[str]:
         f"--entries-max={limits.entries_max}",
         f"--depth-max={limits.depth_max}",
         f"--xattr-bytes-max={limits.xattr_bytes_max}",
+        f"--text-bytes-max={limits.text_bytes_max}",
     ]
 
 

@@ -84,6 +84,23 @@ def test_the_mounted_image_shows_the_same_tree(tmp_path: Path, pack: Pack, mount
     assert len(found) > 700
 
 
+def test_links_of_several_file_systems_are_told_apart(tmp_path: Path, pack: Pack, mount: Mount) -> None:
+    """Their inode numbers are equal, as those of new file systems are."""
+    (tmp_path / "tree").mkdir()
+    with (
+        mounted("tmpfs", "tmpfs", tmp_path / "tree" / "a", "size=64k") as one,
+        mounted("tmpfs", "tmpfs", tmp_path / "tree" / "b", "size=64k") as other,
+    ):
+        for top in (one, other):
+            (top / "x").write_text(top.name)
+            (top / "y").hardlink_to(top / "x")
+        assert (one / "x").stat().st_ino == (other / "x").stat().st_ino
+        assert pack(tmp_path / "tree", tmp_path / "image").returncode == 0
+    root = mount(tmp_path / "image")
+    assert [(root / name).read_text() for name in ("a/x", "a/y", "b/x", "b/y")] == ["a", "a", "b", "b"]
+    assert [(root / name / "x").stat().st_nlink for name in "ab"] == [2, 2]
+
+
 def test_an_empty_tree_is_an_image(tmp_path: Path, pack: Pack, mount: Mount) -> None:
     """Of two blocks: the superblock's, and one of metadata."""
     (tmp_path / "tree").mkdir()

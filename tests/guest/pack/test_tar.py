@@ -271,6 +271,7 @@ def test_what_an_archive_says_about_itself(tmp_path: Path, pack_tar: PackTar, mo
         ([file("n" * 256)], f"{'n' * 256}: a name of more than 255 bytes"),
         ([file("f", uid=65_536)], "f: it belongs to 65536:0; ids in a layer are at most 65535"),
         ([directory("x\ny\x7f\\"), file("x\ny\x7f\\/../z")], r"x\x0ay\x7f\x5c/../z: a name with .. is refused"),
+        ([file("x\ny"), file("x\ny/z")], r"x\x0ay/z: it lies below x\x0ay, which is no directory"),
         ([file("a"), entry("b", size=1 << 40)], f"b: it has {1 << 40} bytes, of at most {1 << 30}"),
         (
             [entry("s", pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})],
@@ -290,6 +291,13 @@ def test_what_a_layer_cannot_be_is_refused_by_name(
     assert (done.returncode, done.stderr.decode()) == (INPUT, f"{reason}\n")
 
 
+def test_a_size_without_measure_is_told_in_one_line(tmp_path: Path, pack_tar: PackTar) -> None:
+    """GNU's form has larger numbers than any file."""
+    done = pack_tar(archive(entry("x\ny", size=1 << 63), format=tarfile.GNU_FORMAT), tmp_path / "image")
+    assert (done.returncode, done.stderr) == (INPUT, b"x\\x0ay\n")
+
+
+TEXT = "bytes of names and targets of symbolic links"
 ATTRIBUTE = entry("x", pax_headers={"SCHILY.xattr.user.x": "y" * 100})
 
 
@@ -299,6 +307,8 @@ ATTRIBUTE = entry("x", pax_headers={"SCHILY.xattr.user.x": "y" * 100})
         ([file("a/b/c"), file("a/b/d")], ("--entries-max", "3"), 1 << 20, "a/b/d: more than 3 entries"),
         ([file("a/b/c/d")], ("--depth-max", "3"), 1 << 20, "a/b/c/d: directories more than 3 deep"),
         ([ATTRIBUTE], ("--xattr-bytes-max", "99"), 1 << 20, "x: more than 99 bytes of attributes in all"),
+        ([symlink("x", "y" * 50)], ("--text-bytes-max", "52"), 1 << 20, f"x: more than 52 {TEXT}"),
+        ([file("a"), file("d/b")], ("--text-bytes-max", "5"), 1 << 20, f"d/b: more than 5 {TEXT}"),
         ([entry("big", size=10_000)], (), 8192, "big: it has 10000 bytes, of at most 8192"),
         ([file("a", b"x" * 20_000)] * 2, (), 30_000, "a: the archive has more than 30000 bytes"),
         ([file("a")] * 50, (), 16_384, "a: in what comes next, the archive has more than 16384 bytes"),
