@@ -80,7 +80,7 @@ void tar_skip_padding(uint64_t len)
 
 /* --- Fields --- */
 
-/* Octal digits, or the base 256 form with the first bit set. */
+/* Octal digits, or the base 256 form with the first bit set; below 1 << 63. */
 static uint64_t number(const char *field, size_t size, const char *what)
 {
 	uint64_t value = 0;
@@ -329,8 +329,6 @@ static void fill_entry(const struct tar_header *header, struct tar_entry *entry)
 		entry->size = over.size;
 	if (over.has_mtime)
 		entry->mtime = over.mtime;
-	if (entry->size > INT64_MAX)
-		tar_fail(EFBIG, "%.200s", entry->name);
 	over.has_name = over.has_link = over.has_size = over.has_mtime = over.has_uid = over.has_gid = false;
 	over.xattrs_len = 0;
 }

@@ -291,12 +291,6 @@ def test_what_a_layer_cannot_be_is_refused_by_name(
     assert (done.returncode, done.stderr.decode()) == (INPUT, f"{reason}\n")
 
 
-def test_a_size_without_measure_is_told_in_one_line(tmp_path: Path, pack_tar: PackTar) -> None:
-    """GNU's form has larger numbers than any file."""
-    done = pack_tar(archive(entry("x\ny", size=1 << 63), format=tarfile.GNU_FORMAT), tmp_path / "image")
-    assert (done.returncode, done.stderr) == (INPUT, b"x\\x0ay\n")
-
-
 TEXT = "bytes of names and targets of symbolic links"
 ATTRIBUTE = entry("x", pax_headers={"SCHILY.xattr.user.x": "y" * 100})
 
