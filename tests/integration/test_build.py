@@ -161,6 +161,47 @@ async def test_an_image_is_built_once(client: AsyncClient) -> None:
     assert await read(client, image, "cat /top") == "base"
 
 
+async def test_what_changes_is_built_again(client: AsyncClient, tmp_path: Path) -> None:
+    """One client that asks twice gets what its sources and base are now, and no image that is gone."""
+    (tmp_path / "file").write_text("one")
+    recipe = Recipe(base="debian", steps=(Put(path="/file", source=str(tmp_path / "file")),))
+    first = await build(client, recipe)
+    await client.remove_image(first)
+    assert await build(client, recipe) == first
+    assert await read(client, first, "cat /file") == "one"
+    (tmp_path / "file").write_text("two")
+    second = await build(client, recipe)
+    assert second != first and await read(client, second, "cat /file") == "two"
+
+
+async def test_a_source_that_changes_on_the_way(client: AsyncClient, tmp_path: Path) -> None:
+    """No image is named after what is not in it."""
+    (tmp_path / "file").write_text("one")
+    recipe = Recipe(base="debian", steps=(Put(path="/file", source=str(tmp_path / "file")),))
+    with pytest.raises(TaskError, match=r"step 1 of 1, put /file: .* was changed while it was being sent"):
+        await build(client, recipe, progress=lambda said: (tmp_path / "file").write_text("two") and None)
+    assert await left(client) == []
+
+
+async def test_what_counts_as_added(client: AsyncClient) -> None:
+    """All above the image at a recipe's very bottom goes along when the recipe's image lies above another, also where
+    an image of `layers` brings the base's own layers once more, and where the base is a recipe.
+    """
+    bottom = Recipe(base="debian", steps=(Run(command="echo low > /low"),))
+    low = await build(client, bottom)
+    high = await build(client, Recipe(base=bottom, steps=(Run(command="echo high > /high"),)))
+    side = await build(client, Recipe(base="debian", steps=(Run(command="echo side > /side"),)))
+    step = (Run(command="cat /low > top"),)
+    for base, layers, own, top in (
+        (low, (high,), 3, "/home/agent/top"),
+        (replace(bottom, workdir="/opt"), (high, side), 5, "/opt/top"),
+    ):
+        built = await client.image(await build(client, Recipe(base=base, layers=layers, steps=step)))
+        assert (len(built.layers), built.base_layers) == (own + 1, 1)
+        async with await client.create("debian", layers=[built.name], memory_mib=128) as sandbox:
+            assert (await sandbox.exec(f"cat /low /high {top}")).check().text == "low\nhigh\nlow\n"
+
+
 async def test_nothing_to_add(client: AsyncClient) -> None:
     """A recipe without steps and settings is its base."""
     assert await build(client, Recipe(base=Recipe(base="debian"))) == "debian"

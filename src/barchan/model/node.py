@@ -1,6 +1,6 @@
 """What a node says about itself."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -119,14 +119,15 @@ class SnapshotRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What the image of a sandbox's files is called, and starts with; None: a fresh name, and as the sandbox's image.
 
     `env` replaces the image's whole environment. What the sandbox itself was given does not become the image's.
-    `base_layers`: how many of the sandbox's bottom layers count as the new image's base; None: all of them.
+    `base_layers`: how many of the sandbox's bottom layers count as the new image's base; None: all of them; "same": the
+    base of what the sandbox was made of.
     """
 
     name: Name | None = None
     env: Env | None = None
     user: str | None = None
     workdir: str | None = None
-    base_layers: Annotated[int, Meta(ge=0)] | None = None
+    base_layers: Annotated[int, Meta(ge=0)] | Literal["same"] | None = None
 
 
 class Killed(Struct, frozen=True, kw_only=True):

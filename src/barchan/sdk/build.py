@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,7 +35,7 @@ from barchan.model.node import ImageInfo
 from barchan.model.sandbox import Network, ProcessInfo, SandboxSpec
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.aio.sandbox import AsyncSandbox
-from barchan.sdk.put import put_digest, put_files
+from barchan.sdk.put import PutDigests, put_digest, put_files
 from barchan.sdk.recipe import Put, Recipe, Run, Step, Take
 from barchan.sdk.take import take_files
 
@@ -55,11 +55,11 @@ Progress = Callable[[str], None]
 
 
 class _Known:
-    """What one client of this process has built, by recipe, and what it is building, by name."""
+    """What one client of this process is building, by name, and what it knows of the files that it sends."""
 
     def __init__(self) -> None:
-        self.names: dict[bytes, str] = {}
         self.building: set[str] = set()
+        self.digests = PutDigests()
 
 
 _KNOWN: "WeakKeyDictionary[AsyncClient, _Known]" = WeakKeyDictionary()
@@ -75,14 +75,12 @@ async def build(client: AsyncClient, recipe: Recipe, *, progress: Progress | Non
 
     Raises:
         InvalidSpec: A source is missing or can't be sent; nothing was started.
-        NotFound: The node has no image of the base's name.
-        TaskError: A step failed; the message has its number, command, exit code and the end of its output.
+        NotFound: Neither the node nor its blob store has an image of the base's name.
+        TaskError: A step failed; the message has its number, command, exit code and the end of its output. Or a source
+            is not what it was any more when it was to be sent.
     """
     known = _KNOWN.setdefault(client, _Known())
-    key = hashlib.sha256(msgspec.msgpack.encode(recipe)).digest()
-    if key not in known.names:
-        known.names[key] = await _Build(client, known, progress or (lambda said: None)).image(recipe)
-    return known.names[key]
+    return await _Build(client, known, progress or (lambda said: None)).image(recipe)
 
 
 class _Made(NamedTuple):
@@ -93,6 +91,7 @@ class _Made(NamedTuple):
         before: Steps of the same recipe that are in the base already.
         total: Steps of that recipe.
         taken: For each step the image that it takes from, if it does.
+        sent: For each step the digest of what it puts; empty if it puts nothing.
     """
 
     name: str
@@ -102,6 +101,7 @@ class _Made(NamedTuple):
     before: int
     total: int
     taken: "tuple[_Made | ImageInfo | None, ...]"
+    sent: tuple[str, ...]
 
     def place(self, index: int) -> str:
         """A step of this part, in the words of an error or of progress."""
@@ -115,22 +115,39 @@ class _Build:
         self._progress = progress
 
     async def image(self, recipe: Recipe) -> str:
-        images = await self._client.images()
         while not (recipe.layers or recipe.steps or recipe.env or recipe.user or recipe.workdir):  # nothing is added
             if isinstance(recipe.base, str):
-                return resolve(recipe.base, images).name
+                return (await self._named(recipe.base)).name
             recipe = recipe.base
-        made = await asyncio.to_thread(plan, recipe, images)
-        return (await self._ensure(made, {image.name: image for image in images})).name
+        images = {name: await self._named(name) for name in dict.fromkeys(_names(recipe))}
+        made = await asyncio.to_thread(plan, recipe, images, self._known.digests.of)
+        return (await self._ensure(made)).name
 
-    async def _ensure(self, made: _Made | ImageInfo, images: dict[str, ImageInfo]) -> ImageInfo:
+    async def _named(self, name: str) -> ImageInfo:
+        """An image that a recipe names.
+
+        Raises:
+            NotFound: The message says what there is.
+        """
+        try:
+            return await self._client.image(name)
+        except NotFound as error:
+            have = str(error).partition(" (try: ")[0].partition(repr(name))[2]
+            raise NotFound(
+                f"no image {name!r} to build on{have} (try: barchan image pull dir:ROOTFS --name {name}, or "
+                f"--base {name}=NAME for one that is there)",
+                template=name,
+            ) from error
+
+    async def _ensure(self, made: _Made | ImageInfo) -> ImageInfo:
         if isinstance(made, ImageInfo):
             return made
-        if made.name not in images:
-            base = await self._ensure(made.base, images)
-            taken = [None if image is None else await self._ensure(image, images) for image in made.taken]
-            images[made.name] = await self._begin(made._replace(taken=tuple(taken)), base)
-        return images[made.name]
+        image = await self._find(made.name)
+        if image is None:
+            base = await self._ensure(made.base)
+            taken = [None if image is None else await self._ensure(image) for image in made.taken]
+            image = await self._begin(made._replace(taken=tuple(taken)), base)
+        return image
 
     async def _begin(self, made: _Made, base: ImageInfo) -> ImageInfo:
         """Build it, or see it built by whoever began before."""
@@ -177,6 +194,18 @@ class _Build:
             labels={"build": made.name},
             create_id=create_id,
         )
+        if made.layers and isinstance(made.base, _Made):
+            # The base's own layers count as added, too: so it is composed on what the recipe names at its very bottom.
+            template, layers = _bottom(made.base).digest, (base.digest, *spec.layers)
+            spec = replace(spec, template=template, layers=layers, user=base.user, workdir=base.workdir)
+        return await self._created(spec)
+
+    async def _created(self, spec: SandboxSpec) -> AsyncSandbox:
+        """A sandbox, as soon as there is room for it.
+
+        Raises:
+            CapacityError: There was none for half an hour.
+        """
         give_up = time.monotonic() + CAPACITY_WAIT_S
         while True:
             try:
@@ -188,7 +217,10 @@ class _Build:
                 await asyncio.sleep(int(refusal.details.get("retry_after_ms", 100)) / 1e3)
 
     async def _find(self, name: str) -> ImageInfo | None:
-        return next((image for image in await self._client.images() if image.name == name), None)
+        try:
+            return await self._client.image(name)
+        except NotFound:
+            return None
 
     async def _is_mine(self, sandbox: AsyncSandbox, name: str) -> bool:
         """Whether this call has to build in it: the sandbox is this client's, and nobody of this process does.
@@ -227,7 +259,7 @@ class _Build:
                     user=recipe.user or base.user,
                     workdir=recipe.workdir or base.workdir,
                     # Of the image that the recipe names at its very bottom: all above it is what was added.
-                    base_layers=base.base_layers if isinstance(made.base, _Made) else len(base.layers),
+                    base_layers="same" if made.layers or isinstance(made.base, _Made) else None,
                 )
             except (GuestError, InvalidSpec) as error:
                 raise TaskError(f"building {made.name}: what the steps left can't be an image: {error}") from error
@@ -257,12 +289,12 @@ class _Build:
     async def _put(self, sandbox: AsyncSandbox, made: _Made, index: int, step: Put | Take) -> None:
         try:
             if isinstance(step, Put):
-                await put_files(sandbox, step, root_is_capable=True)
+                await put_files(sandbox, step, root_is_capable=True, digest=made.sent[index])
                 return
             image = made.taken[index]
             assert isinstance(image, ImageInfo)
             spec = SandboxSpec(template=image.digest, root="capable", ttl_s=_MARGIN_S, labels={"build": made.name})
-            async with await self._client.create(spec) as source:
+            async with await self._created(spec) as source:
                 await take_files(source, sandbox, step)
         except (SandboxExpired, SandboxLost):
             raise
@@ -326,22 +358,26 @@ async def _tail(sandbox: AsyncSandbox, process_id: str) -> str:
 # Names
 
 
-def plan(recipe: Recipe, images: list[ImageInfo]) -> _Made:
-    """The names of what there is to build. Reads every source, so that a missing one is said before anything starts."""
-    base = _planned(recipe.base, images)
-    layers = tuple(resolve(name, images) for name in recipe.layers)
+def plan(recipe: Recipe, images: Mapping[str, ImageInfo], digest_of: Callable[[Put], str] = put_digest) -> _Made:
+    """The names of what there is to build. Reads every source, so that a missing one is said before anything starts.
+
+    Args:
+        images: By the names that the recipe gives them.
+    """
+    base = _planned(recipe.base, images, digest_of)
+    layers = tuple(images[name] for name in recipe.layers)
     parts = parted(recipe.steps)
     before = 0
     for part in parts[:-1]:
         whole = replace(recipe, steps=part, env={}, user=None, workdir=None)
-        base = _made(whole, base, layers, before, len(recipe.steps), images)
+        base = _made(whole, base, layers, before, len(recipe.steps), images, digest_of)
         layers, before = (), before + len(part)
     whole = replace(recipe, steps=parts[-1])
-    return _made(whole, base, layers, before, len(recipe.steps), images)
+    return _made(whole, base, layers, before, len(recipe.steps), images, digest_of)
 
 
-def _planned(base: str | Recipe, images: list[ImageInfo]) -> _Made | ImageInfo:
-    return plan(base, images) if isinstance(base, Recipe) else resolve(base, images)
+def _planned(base: str | Recipe, images: Mapping[str, ImageInfo], digest_of: Callable[[Put], str]) -> _Made | ImageInfo:
+    return plan(base, images, digest_of) if isinstance(base, Recipe) else images[base]
 
 
 def _made(
@@ -350,10 +386,30 @@ def _made(
     layers: tuple[ImageInfo, ...],
     before: int,
     total: int,
-    images: list[ImageInfo],
+    images: Mapping[str, ImageInfo],
+    digest_of: Callable[[Put], str],
 ) -> _Made:
-    taken = tuple(_planned(step.image, images) if isinstance(step, Take) else None for step in recipe.steps)
-    return _Made(_name(recipe, base, layers, taken), recipe, base, layers, before, total, taken)
+    taken = tuple(_planned(step.image, images, digest_of) if isinstance(step, Take) else None for step in recipe.steps)
+    sent = tuple(digest_of(step) if isinstance(step, Put) else "" for step in recipe.steps)
+    return _Made(_name(recipe, base, layers, taken, sent), recipe, base, layers, before, total, taken, sent)
+
+
+def _names(recipe: Recipe) -> Iterator[str]:
+    """Of the images that a recipe names, and those that it has as recipes."""
+    yield from recipe.layers
+    for image in (recipe.base, *(step.image for step in recipe.steps if isinstance(step, Take))):
+        if isinstance(image, str):
+            yield image
+        else:
+            yield from _names(image)
+
+
+def _bottom(made: _Made) -> ImageInfo:
+    """What everything else of it stands on."""
+    base = made.base
+    while isinstance(base, _Made):
+        base = base.base
+    return base
 
 
 def parted(steps: tuple[Step, ...]) -> list[tuple[Step, ...]]:
@@ -371,12 +427,13 @@ def _name(
     base: _Made | ImageInfo,
     layers: tuple[ImageInfo, ...],
     taken: tuple[_Made | ImageInfo | None, ...],
+    sent: tuple[str, ...],
 ) -> str:
     content = {
         "format": FORMAT,
         "base": _key(base),
         "layers": [image.digest for image in layers],
-        "steps": [_content(step, image) for step, image in zip(recipe.steps, taken, strict=True)],
+        "steps": [_content(*step) for step in zip(recipe.steps, taken, sent, strict=True)],
         "env": dict(sorted(recipe.env.items())),
         "user": recipe.user,
         "workdir": recipe.workdir,
@@ -390,32 +447,13 @@ def _key(image: _Made | ImageInfo | None) -> str:
     return image.digest if image is not None else ""
 
 
-def _content(step: Step, taken: _Made | ImageInfo | None) -> object:
+def _content(step: Step, taken: _Made | ImageInfo | None, digest: str) -> object:
     if isinstance(step, Run):
         return replace(step, env=dict(sorted(step.env.items())))
     if isinstance(step, Take):
         return ["take", _key(taken), step.source, step.path, step.mode, step.user]
-    digest = put_digest(step)
     name = step.source.rstrip("/").rpartition("/")[2] if step.source is not None else ""
     return [step.path, step.mode, step.user, name, digest]
-
-
-def resolve(name: str, images: list[ImageInfo]) -> ImageInfo:
-    """The image of a name or digest.
-
-    Raises:
-        NotFound: The message says what there is.
-    """
-    digest = name.removeprefix("sha256:")
-    for image in images:
-        if image.name == name or (len(digest) >= 12 and image.digest.startswith(digest)):
-            return image
-    have = ", ".join(image.name for image in images if not image.name.startswith(PREFIX)) or "none"
-    raise NotFound(
-        f"the node has no image {name!r} to build on; there are: {have} (try: barchan image pull dir:ROOTFS "
-        f"--name {name}, or --base {name}=NAME for one that is there)",
-        template=name,
-    )
 
 
 def network_of(recipe: Recipe) -> tuple[Network, tuple[str, ...]]:

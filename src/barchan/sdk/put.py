@@ -7,13 +7,16 @@ import posixpath
 import secrets
 import shutil
 import stat
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from barchan.errors import BarchanError, Denied, InvalidSpec, NotFound
+from msgspec.structs import replace
+
+from barchan.errors import BarchanError, Denied, InvalidSpec, NotFound, TaskError
 from barchan.sdk.aio.files import AsyncFiles
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.pack import check_link
@@ -21,6 +24,7 @@ from barchan.sdk.recipe import Put
 
 _PIECE_BYTES = 1 << 20
 _GIVE_TIMEOUT_S = 600.0
+_KNOWN_MAX = 10_000
 
 
 def put_digest(put: Put) -> str:
@@ -39,33 +43,82 @@ def put_digest(put: Put) -> str:
         for line in _described(Path(put.source), put.without):
             digest.update(line)
     except OSError as error:
-        raise InvalidSpec(f"can't read {error.filename or put.source}: {error.strerror or error}") from error
+        raise _unreadable(Path(put.source), error) from error
     return digest.hexdigest()
 
 
-def _described(source: Path, without: tuple[str, ...]) -> Iterator[bytes]:
+class PutDigests:
+    """The same of many, remembered for as long as the sources look as they did: a run asks for the same repository at
+    each of its rollouts.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Put, tuple[bytes, str]] = OrderedDict()
+
+    def of(self, put: Put) -> str:
+        """As `put_digest`. Blocking."""
+        if put.source is None:
+            return put_digest(put)
+        look = _look(Path(put.source), put.without)  # before it is read
+        known = self._known.get(put)
+        if known is None or known[0] != look:
+            known = self._known[put] = look, put_digest(put)
+        self._known.move_to_end(put)
+        while len(self._known) > _KNOWN_MAX:
+            self._known.popitem(last=False)
+        return known[1]
+
+
+def _look(source: Path, without: tuple[str, ...]) -> bytes:
+    """How a source looks without being read: any change of it changes a time, a size or an inode.
+
+    Raises:
+        InvalidSpec: It is missing, or can't be looked through.
+    """
+    digest = hashlib.sha256()
+    try:
+        for relative, _, found in _entries(source, without):
+            marks = (found.st_mode, found.st_size, found.st_ino, found.st_dev, found.st_mtime_ns, found.st_ctime_ns)
+            digest.update(b"%b\0%b\0" % (os.fsencode(relative), repr(marks).encode()))
+    except OSError as error:
+        raise _unreadable(source, error) from error
+    return digest.digest()
+
+
+def _unreadable(source: Path, error: OSError) -> InvalidSpec:
+    return InvalidSpec(f"can't read {error.filename or source}: {error.strerror or error}")
+
+
+def _entries(source: Path, without: tuple[str, ...]) -> Iterator[tuple[str, Path, os.stat_result]]:
+    """A file, followed if it is a link; or what is in a folder, in an order of its own, with paths relative to it."""
     if not source.is_dir():
-        yield _entry(b".", source.stat())
-        yield _content(source)
+        yield ".", source, source.stat()
         return
     left = set(without)
-    for top, folders, names in os.walk(source):
+    for top, folders, names in os.walk(source, onerror=_raise):
         folders[:] = sorted(name for name in folders if Path(top, name).relative_to(source).as_posix() not in left)
         for name in sorted([*folders, *names]):
             path = Path(top, name)
             relative = path.relative_to(source).as_posix()
-            if relative in left:
-                continue
-            found = path.lstat()
-            yield _entry(os.fsencode(relative), found)
-            if stat.S_ISLNK(found.st_mode):
-                target = os.readlink(path)
-                check_link(path, relative, target)
-                yield os.fsencode(target) + b"\0"
-            elif stat.S_ISREG(found.st_mode):
-                yield _content(path)
-            elif not stat.S_ISDIR(found.st_mode):
-                raise InvalidSpec(f"{path} is neither file, directory nor link")
+            if relative not in left:
+                yield relative, path, path.lstat()
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _described(source: Path, without: tuple[str, ...]) -> Iterator[bytes]:
+    for relative, path, found in _entries(source, without):
+        yield _entry(os.fsencode(relative), found)
+        if stat.S_ISLNK(found.st_mode):
+            target = os.readlink(path)
+            check_link(path, relative, target)
+            yield os.fsencode(target) + b"\0"
+        elif stat.S_ISREG(found.st_mode):
+            yield _content(path)
+        elif not stat.S_ISDIR(found.st_mode):
+            raise InvalidSpec(f"{path} is neither file, directory nor link")
 
 
 def _entry(name: bytes, found: os.stat_result) -> bytes:
@@ -89,19 +142,25 @@ class _Local(NamedTuple):
     data: bytes = b""
 
 
-async def put_files(sandbox: AsyncSandbox, put: Put, *, root_is_capable: bool = False) -> None:
+async def put_files(
+    sandbox: AsyncSandbox, put: Put, *, root_is_capable: bool = False, digest: str | None = None
+) -> None:
     """Do it. A file that goes to where a folder is goes into that folder.
 
     A capable root writes it and gives it to its owner. In other sandboxes nobody can give files away, not even root:
     so they are written by the owner, and where the owner may not write, written elsewhere and moved there by root.
 
+    Args:
+        digest: What `put_digest` said before: nothing else is sent.
+
     Raises:
         InvalidSpec: The source can't be read, or holds what does not travel.
+        TaskError: The source has another digest by now.
         Denied: Neither the owner nor root may write there.
         GuestError: It can't be given to the owner, which a capable root does by the sandbox's own programs.
     """
     with TemporaryDirectory() as folder:
-        local = await asyncio.to_thread(_local, put, Path(folder, "copy"))
+        local = await asyncio.to_thread(_local, put, Path(folder, "copy"), digest)
         path = put.path
         if local.path is not None and not local.is_folder and await _is_folder(sandbox, path):
             path = posixpath.join(path, local.path.name)
@@ -151,16 +210,14 @@ async def _as_root(sandbox: AsyncSandbox, *argv: str) -> None:
     (await sandbox.exec(argv, user="root", cwd="/", timeout_s=_GIVE_TIMEOUT_S)).check()
 
 
-def _local(put: Put, copy: Path) -> _Local:
-    """Where the source is. A folder that is not sent as it is, is copied first."""
+def _local(put: Put, copy: Path, digest: str | None) -> _Local:
+    """Where the source is. What is checked, and a folder that is not sent as it is, is copied first."""
     if put.source is None:
         return _Local(None, False, 0o644 if put.mode is None else put.mode, put.data or b"")
     source = Path(put.source)
     try:
-        found = source.stat()
-        if not stat.S_ISDIR(found.st_mode):
-            return _Local(source, False, stat.S_IMODE(found.st_mode) if put.mode is None else put.mode)
-        if put.mode is not None or put.without:
+        is_folder = source.is_dir()
+        if is_folder and (digest is not None or put.mode is not None or put.without):
             left = {str(source / name) for name in put.without}
 
             def ignored(top: str, names: list[str]) -> list[str]:
@@ -168,14 +225,20 @@ def _local(put: Put, copy: Path) -> _Local:
 
             shutil.copytree(source, copy, symlinks=True, ignore=ignored)
             source = copy
-        if put.mode is not None:
-            for top, folders, names in os.walk(copy):
+        elif digest is not None:
+            copy.mkdir()
+            source = Path(shutil.copy2(source, copy))
+        if digest not in (None, put_digest(replace(put, source=str(source), without=()))):
+            raise TaskError(f"{put.source} was changed while it was being sent (try: again, once nothing writes there)")
+        if is_folder and put.mode is not None:
+            for top, folders, names in os.walk(copy, topdown=False):  # a mode may close a folder to who walks it
                 for name in (*folders, *names):
                     if not os.path.islink(entry := os.path.join(top, name)):
                         os.chmod(entry, put.mode)
+        mode = stat.S_IMODE(source.stat().st_mode) if put.mode is None else put.mode
     except (OSError, shutil.Error) as error:
         raise InvalidSpec(f"can't read {put.source}: {error}") from error
-    return _Local(source, True, 0o755)
+    return _Local(source, is_folder, 0o755 if is_folder else mode)
 
 
 async def _is_folder(sandbox: AsyncSandbox, path: str) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from barchan.model.node import ImageInfo
 from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
@@ -58,7 +58,7 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         workdir: str | None = None,
-        base_layers: int | None = None,
+        base_layers: int | Literal["same"] | None = None,
         timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> ImageInfo:
         """Make an image of its files as they are at one moment; the programs in it are stopped for that moment.
@@ -69,7 +69,8 @@ class Sandbox:
         Args:
             name: Of the image; one of that name gives way. None: a fresh one, `snap-...`.
             env: Replaces the environment of this sandbox's image in the new one, as do `user` and `workdir`.
-            base_layers: How many of the sandbox's bottom layers are the new image's base, and not its own. None: all.
+            base_layers: How many of the sandbox's bottom layers are the new image's base, and not its own. None: all;
+                "same": those that are the base of what it was made of.
 
         Raises:
             CapacityError: No room on the node's disk.

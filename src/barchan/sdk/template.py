@@ -11,7 +11,7 @@ from barchan.model.node import ImageInfo
 from barchan.model.sandbox import Network
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.background import run
-from barchan.sdk.build import build, resolve
+from barchan.sdk.build import build
 from barchan.sdk.checks import check_seconds, checked_env
 from barchan.sdk.options import Command
 from barchan.sdk.recipe import Put, Recipe, Run
@@ -101,7 +101,7 @@ class _Builder:
         built = await build(self._client, self.recipe, progress=progress)
         if name is not None:
             return await self._client.name_image(built, name)
-        return resolve(built, await self._client.images())
+        return await self._client.image(built)
 
 
 class AsyncTemplateBuilder(_Builder):

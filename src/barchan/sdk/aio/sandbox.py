@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from barchan.errors import NotFound, SandboxExpired, SandboxLost
 from barchan.model.node import ImageInfo, Killed, SnapshotRequest
@@ -76,7 +76,7 @@ class AsyncSandbox:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         workdir: str | None = None,
-        base_layers: int | None = None,
+        base_layers: int | Literal["same"] | None = None,
         timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> ImageInfo:
         """Make an image of its files as they are at one moment; the programs in it are stopped for that moment.
@@ -87,7 +87,8 @@ class AsyncSandbox:
         Args:
             name: Of the image; one of that name gives way. None: a fresh one, `snap-...`.
             env: Replaces the environment of this sandbox's image in the new one, as do `user` and `workdir`.
-            base_layers: How many of the sandbox's bottom layers are the new image's base, and not its own. None: all.
+            base_layers: How many of the sandbox's bottom layers are the new image's base, and not its own. None: all;
+                "same": those that are the base of what it was made of.
 
         Raises:
             CapacityError: No room on the node's disk.
