@@ -17,6 +17,7 @@ import barchan
 from barchan import AsyncClient
 from barchan.errors import NotFound
 from barchan.image.blobs import BlobStore
+from barchan.image.compose import config_of
 from barchan.image.remote import fetch, push
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
@@ -148,14 +149,54 @@ async def test_images_of_a_node_elsewhere_are_listed_by_its_address(node: NodePr
 async def test_removing_through_the_command_asks_the_node(
     client: AsyncClient, node: NodeProcess, store: ImageStore, base: Template
 ) -> None:
-    """A sandbox that runs keeps its files; the store keeps nothing."""
+    """A sandbox that runs keeps its files; when it has ended, the store keeps nothing."""
     async with await client.create("debian") as maker:
         (await maker.exec("echo x > /home/agent/x")).check()
         own = (await maker.snapshot("gone")).layers[0]
         async with await client.create("gone") as sandbox:
             assert [image["name"] for image in barchan_image(node, "remove", "gone")] == ["gone"]
             assert (await sandbox.exec("cat /home/agent/x")).text == "x\n"
-    assert not store.has_layer(own)
+    await gone(store, own)
+
+
+@pytest.mark.parametrize("way", ["node", "other process", "replaced"])
+async def test_what_a_live_sandbox_is_made_of_outlives_its_image(
+    client: AsyncClient, store: ImageStore, base: Template, way: str
+) -> None:
+    """Removed through the node or by another process, or made anew under its name: images of the sandbox can still be
+    made. What nobody needs any more goes with the last sandbox.
+    """
+    async with await client.create("debian") as maker:
+        (await maker.exec("echo x > /home/agent/x")).check()
+        (own, *_) = (await maker.snapshot("mine")).layers
+        async with await client.create("mine") as sandbox:
+            if way == "node":
+                await client.remove_image("mine")
+            elif way == "other process":
+                await asyncio.to_thread(store.remove, "mine")
+            else:
+                await asyncio.to_thread(
+                    store.commit, msgspec.structs.replace(config_of(base), name="mine"), base.layers
+                )
+            (await sandbox.exec("echo y > /home/agent/y")).check()
+            image = await sandbox.snapshot("later")
+            assert own in image.layers
+            async with await client.create("later") as later:
+                assert (await later.exec("cat /home/agent/x /home/agent/y")).text == "x\ny\n"
+            await client.remove_image("later")
+            assert store.has_layer(own)
+    await gone(store, own)
+    if way == "replaced":
+        await client.remove_image("mine")
+
+
+async def gone(store: ImageStore, digest: str) -> None:
+    """Wait until a layer has gone: nodes look every second."""
+    for _ in range(100):
+        if not store.has_layer(digest):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{digest} is still there")
 
 
 @pytest.fixture
@@ -187,8 +228,13 @@ async def test_what_is_read_on_demand_stays_readable_until_its_last_sandbox_ends
         assert 0 < report["bytes_read"] < layer.size_bytes
         assert (await client.collect_images(unused_for_s=0, keep_bytes=0)).images == ()
         await client.remove_image("debian")
-        assert layer_names(store) == set()
+        assert await client.layers() == []
+        assert layer_names(store) == {f"{layer.digest}.lazy"}
         (await sandbox.exec("cat /usr/bin/perl > /dev/null && python3 -c 'import json, ssl'")).check()
         await sandbox.kill()
-        assert await client.layers() == []
+        await gone(store, layer.digest)
+        for _ in range(100):
+            if not list(cache.glob(f"{layer.digest}*")):
+                break
+            await asyncio.sleep(0.1)
     assert [path.name for path in cache.iterdir() if path.name.startswith(layer.digest)] == []

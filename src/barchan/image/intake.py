@@ -182,7 +182,7 @@ async def take_in(
     async def one(position: int, diff_id: str) -> None:
         async with bounded:
             known = known_layer(store, diff_id)
-            if known is not None:
+            if known is not None and not await in_thread(lambda stop: store.is_damaged(known)):
                 made[diff_id] = known
             else:
                 blob = found.manifest.layers[position]

@@ -307,7 +307,7 @@ class _WholeLayers:
 
     async def bring(self, layer: StoredLayer, workspace: Path) -> NewLayer | Layer:
         kept = await asyncio.to_thread(_kept, self._images, layer.digest)
-        if kept is not None and kept.kind != "lazy":
+        if kept is not None and kept.kind != "lazy" and not await asyncio.to_thread(self._images.is_damaged, kept):
             return kept
         index, _ = await _checked_index(self._store, layer)
         path = workspace / f"{layer.digest}.erofs"

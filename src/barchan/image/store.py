@@ -4,6 +4,7 @@
     ROOT/layers/SHA256.erofs   a layer (or SHA256.dir/ where the kernel can't mount EROFS files, or SHA256.lazy)
     ROOT/tmp/ID/               a build under way; its `lock` is held for as long as its builder lives
     ROOT/doubtful/LAYER        names a layer that may have come without a template, or lost its last one
+    ROOT/live/NODE/            what the live sandboxes of a node are made of (see `image.holds`)
     ROOT/used/NAME.json        empty; its time is when a sandbox last started from the template
     ROOT/lock                  held while any of the above changes names; its content changes with any template
 
@@ -14,6 +15,7 @@ that whoever holds the lock next can judge it. Readers take no lock.
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -30,6 +32,7 @@ import msgspec
 from barchan.errors import BlobCorrupt, Conflict, InvalidSpec, NotFound
 from barchan.image import gc
 from barchan.image.disk import NO_ROOM, needs_room, remove, size_bytes, sync_directory, sync_tree
+from barchan.image.holds import Holder, held
 from barchan.image.index import TemplateIndex, layer_file, template_file
 from barchan.image.template import Layer, LayerKind, Template, TemplateConfig, template_digest
 from barchan.model.gc import GcImage, GcLayer, GcReport, GcRequest
@@ -38,6 +41,8 @@ from barchan.model.node import ImageInfo
 BUILD_HINT = "barchan image build debian"
 DIGEST_PREFIX_MIN = 12
 FILE_NAME_MAX = 240  # file systems take 255 bytes, and a write adds a few
+NAMES_TOLD = 20
+KNOWN_MAX = 1 << 16  # remembered sizes of layers, and uses of templates
 NOTE_USE_S = 60.0  # of one template, at most once in this time
 GENERATION_BYTES = 16
 LAYER_FILE = re.compile(rf"([0-9a-f]{{64}})\.({'|'.join(get_args(LayerKind))})")
@@ -65,12 +70,13 @@ class ImageStore:
         self._tmp = root / "tmp"
         self._doubtful = root / "doubtful"
         self._used = root / "used"
+        self._live = root / "live"
         self._index = TemplateIndex(self._templates)
-        self._sizes: dict[Layer, int] = {}
+        self._sizes: dict[str, int] = {}  # by file
         self._noted: dict[str, float] = {}
 
     def templates(self) -> list[Template]:
-        """Every template, by name."""
+        """Every template that can be read, by name."""
         return self._index.all()
 
     def list(self) -> "list[ImageInfo]":
@@ -87,25 +93,35 @@ class ImageStore:
             for template in templates
         ]
 
+    def find(self, name: str) -> Template | None:
+        """The template of that name; it looks at one file only.
+
+        Raises:
+            BlobCorrupt: The file is damaged, or of a newer release.
+        """
+        file = template_file(name)
+        return self._index.get(file) if len(file) <= FILE_NAME_MAX else None
+
     def resolve(self, name_or_digest: str) -> Template:
         """The template of that name or digest (`sha256:` is optional, so are digits after the first 12).
 
+        For digests and unknown names it may look at every template.
+
         Raises:
-            NotFound: The message names what there is, or the command that builds a first one.
+            NotFound: The message names some of what there is, or the command that builds a first one.
             BlobCorrupt: Its file is damaged, or of a newer release.
         """
-        if len(template_file(name_or_digest)) <= FILE_NAME_MAX:
-            template = self._index.get(template_file(name_or_digest))
-            if template is not None:
-                return template
+        template = self.find(name_or_digest)
+        if template is not None:
+            return template
         digest = name_or_digest.removeprefix("sha256:")
-        templates = self.templates()
         if re.fullmatch(rf"[0-9a-f]{{{DIGEST_PREFIX_MIN},64}}", digest):
-            hits = [template for template in templates if template.digest.startswith(digest)]
+            hits = self._index.of_digest(digest)
             if len({template.digest for template in hits}) == 1:
                 return hits[0]
-        names = ", ".join(template.name for template in templates)
-        have = f"there are: {names}" if names else "the store is empty"
+        names = self._index.names()
+        more = f" and {len(names) - NAMES_TOLD} more" if len(names) > NAMES_TOLD else ""
+        have = f"there are: {', '.join(names[:NAMES_TOLD])}{more}" if names else "the store is empty"
         raise NotFound(f"no image {name_or_digest!r}; {have} (try: {BUILD_HINT})", template=name_or_digest)
 
     def layer_path(self, layer: Layer) -> Path:
@@ -114,24 +130,45 @@ class ImageStore:
 
     def layer_bytes(self, layer: Layer) -> int:
         """What a layer takes on this disk; 0 if it is not there. Of a lazy one: its index."""
-        size = self._sizes.get(layer)
+        size = self._sizes.get(layer_file(layer))
         if size is None:
             try:
                 size = size_bytes(self.layer_path(layer))
             except FileNotFoundError:
                 return 0
-            self._sizes[layer] = size
+            if len(self._sizes) >= KNOWN_MAX:  # most of them of layers that other processes have removed
+                self._sizes.clear()
+            self._sizes[layer_file(layer)] = size
         return size
 
     def has_layer(self, digest: str) -> bool:
         """Whether a layer of this digest is kept here, in any form."""
         return any(self.layer_path(Layer(digest, kind)).exists() for kind in _KINDS)
 
+    def is_damaged(self, layer: Layer) -> bool:
+        """Whether what is kept as this layer is something else. It reads all of it; of a directory nobody can tell."""
+        path = self.layer_path(layer)
+        try:
+            if layer.kind == "lazy":
+                from barchan.image.stored import read_lazy  # which not every store needs
+
+                read_lazy(path)
+            elif layer.kind == "erofs":
+                with path.open("rb") as file:
+                    return hashlib.file_digest(file, "sha256").hexdigest() != layer.digest
+        except FileNotFoundError:
+            pass
+        except BlobCorrupt:
+            return True
+        return False
+
     def note_use(self, name: str) -> None:
         """Remember that a sandbox starts from a template now; a file's time is set at most once a minute for each."""
         now = time.monotonic()
         if now - self._noted.get(name, -NOTE_USE_S) < NOTE_USE_S:
             return
+        if len(self._noted) >= KNOWN_MAX:
+            self._noted.clear()
         self._noted[name] = now
         try:
             self._used.mkdir(exist_ok=True)
@@ -197,6 +234,7 @@ class ImageStore:
         with needs_room(self.root):
             for new in brought:
                 sync_tree(new.path)
+            damaged = {new.layer for new in brought if self.is_damaged(new.layer)}
             with self._locked() as lock:
                 if replaces is not None and self.resolve(config.name).digest != replaces:
                     raise Conflict(f"image {config.name!r} was made anew meanwhile", template=config.name)
@@ -204,7 +242,7 @@ class ImageStore:
                 self._doubt(layer_file(layer) for layer in stored)
                 self._doubt(self._layer_files_of(config.name))
                 for new in brought:
-                    self._keep(new)
+                    self._keep(new, is_damaged=new.layer in damaged)
                 template = Template(
                     name=config.name,
                     digest=template_digest(config, stored),
@@ -224,19 +262,38 @@ class ImageStore:
         return template
 
     def remove(self, name_or_digest: str) -> Template:
-        """Forget a template, and its layers unless another one needs them. Running sandboxes keep what they mounted."""
+        """Forget a template, and its layers unless another one or a live sandbox needs them.
+
+        One whose file is damaged, or of a newer release, goes by its name; what it was is not told then.
+        """
         with self._locked() as lock:
-            template = self.resolve(name_or_digest)
+            try:
+                template = self.resolve(name_or_digest)
+            except BlobCorrupt:
+                template = _unreadable(name_or_digest)
             self._forget(lock, template)
             sync_directory(self._templates)
             self._settle(lock)
         return template
 
+    def hold_as(self, node: str) -> Holder:
+        """Notes of one node, of what its live sandboxes are made of."""
+        with self._locked():
+            return Holder(self._live, node)
+
+    def settle(self) -> bool:
+        """Remove layers that nothing needs any more. False: there were none in doubt."""
+        with suppress(FileNotFoundError):
+            if any(self._doubtful.iterdir()):
+                with self._locked():  # which does it
+                    return True
+        return False
+
     def collect(self, asked: GcRequest, busy: Collection[str] = ()) -> GcReport:
         """Remove the layers that no template names, then images by the rules of `image.gc`.
 
         Args:
-            busy: Digests of the layers of live sandboxes.
+            busy: Digests of layers that are about to be used; those of live sandboxes stay anyhow.
 
         Raises:
             BlobCorrupt: A template can't be read, so that nobody knows which layers it names. Nothing was removed.
@@ -244,12 +301,14 @@ class ImageStore:
         with self._locked() as lock:
             self._sweep_workspaces()
             uses = self._index.uses(_generation(lock))
-            left_overs = [layer for layer in self._layers_here() if not uses.get(layer_file(layer))]
+            in_use = held(self._live)
+            unnamed = [layer for layer in self._layers_here() if not uses.get(layer_file(layer))]
+            left_overs = [layer for layer in unnamed if layer.digest not in in_use]
             found = tuple(GcLayer(layer.digest, layer.kind, self.layer_bytes(layer)) for layer in left_overs)
             templates = self.templates()
             used = self.used_unix_s(templates)
             sizes = {layer: self.layer_bytes(layer) for template in templates for layer in template.layers}
-            chosen = gc.choose(templates, used, sizes, frozenset(busy), asked, time.time())
+            chosen = gc.choose(templates, used, sizes, in_use.union(busy), asked, time.time())
             if not asked.dry_run:
                 self._doubt(layer_file(layer) for layer in left_overs)
                 for item in chosen:
@@ -285,7 +344,7 @@ class ImageStore:
 
     def _forget(self, lock: int, template: Template) -> None:
         """Unlink a template's file, its layers being in doubt then."""
-        self._doubt(layer_file(layer) for layer in template.layers)
+        self._doubt(self._layer_files_of(template.name))
         file = template_file(template.name)
         before, after = _next_generation(lock)
         (self._templates / file).unlink()
@@ -298,12 +357,13 @@ class ImageStore:
             if not self.layer_path(layer).exists():
                 raise layer_gone(layer)
 
-    def _keep(self, new: NewLayer) -> None:
-        """Give a layer its final name; content is the name, so one that is there already stays."""
+    def _keep(self, new: NewLayer, *, is_damaged: bool) -> None:
+        """Give a layer its final name; content is the name, so one that is there already stays unless it is damaged."""
         target = self.layer_path(new.layer)
-        if not target.exists():
+        if is_damaged or not target.exists():
             new.path.rename(target)
             sync_directory(self._layers)
+            self._sizes.pop(target.name, None)
 
     def _write(self, lock: int, template: Template) -> None:
         file = template_file(template.name)
@@ -335,18 +395,30 @@ class ImageStore:
             (self._doubtful / name).touch()
 
     def _settle(self, lock: int, known_used: Iterable[Layer] = ()) -> None:
-        """Remove the layers in doubt that no template names; templates are looked at only if there is a doubt."""
+        """Remove the layers in doubt that no template names; templates are looked at only if there is a doubt.
+
+        Those that live sandboxes need stay in doubt until these have ended.
+        """
         notes = tuple(self._doubtful.iterdir())
         used: Container[str] = {layer_file(layer) for layer in known_used}
-        if any(note.name not in used for note in notes):
+        in_use: Container[str] = ()
+        if doubted := [note for note in notes if note.name not in used]:
+            in_use = held(self._live)
+        if any(note.stem not in in_use for note in doubted):
             try:
                 used = self._index.uses(_generation(lock))
             except BlobCorrupt:
                 return  # nobody knows what it names: the doubts stay until it is built again or removed
         for note in notes:
             if note.name not in used:
-                remove(self._layers / note.name)
+                if note.stem in in_use:
+                    continue
+                self._drop(note.name)
             note.unlink()
+
+    def _drop(self, file: str) -> None:
+        remove(self._layers / file)
+        self._sizes.pop(file, None)
 
     def _sweep_workspaces(self) -> None:
         for path in self._tmp.iterdir():
@@ -396,6 +468,13 @@ def image_info(template: Template, *, shared_bytes: int = 0, used_unix_s: float 
         entrypoint=template.entrypoint,
         cmd=template.cmd,
         source=template.source,
+    )
+
+
+def _unreadable(name: str) -> Template:
+    """What can be said of a template whose file can't be read."""
+    return Template(
+        name=name, digest="", layers=(), size_bytes=0, created_unix_s=0.0, user="", workdir="", env={}, source=""
     )
 
 

@@ -15,6 +15,7 @@ async def collect(sandboxes: Sandboxes, asked: GcRequest) -> GcReport:
     Raises:
         BlobCorrupt: A template can't be read, so that nobody knows which layers it names. Nothing was removed.
     """
+    await sandboxes.holds.settle(sandboxes.unmount)
     # Those that still wait for their start are known by their create id only.
     users = (*sandboxes.live.values(), *sandboxes.by_create.values())
     busy = {layer.digest for live in users for layer in live.template.layers}

@@ -48,8 +48,10 @@ class NodeImages:
             NotFound: There is none. BlobCorrupt: Its file is damaged.
             BlobUnavailable: It is not here, and the blob store can't be asked.
         """
-        try:
-            return self.store.resolve(name)
+        if (template := self.store.find(name)) is not None:
+            return template
+        try:  # a digest, or unknown: that may mean to look at all of them
+            return await asyncio.to_thread(self.store.resolve, name)
         except NotFound:
             if self.remote is None or name.startswith(MADE_PREFIXES):
                 raise
@@ -184,9 +186,8 @@ class NodeImages:
         content = ":".join("".join(layer.digest for layer in part) for part in parts)
         name = MERGED_PREFIX + hashlib.sha256(content.encode()).hexdigest()[:24]
         async with self._merging:
-            try:
-                template = self.store.resolve(name)
-            except NotFound:
+            template = self.store.find(name)
+            if template is None:
                 template = await finished(asyncio.to_thread(self._merge, name, layers, run))
         self.store.note_use(name)
         return template.layers[0]
@@ -233,7 +234,7 @@ class NodeImages:
         for start in range(0, len(chosen), REBASE_BATCH):
             batch = chosen[start : start + REBASE_BATCH]
             met = [meeting for template in batch if (meeting := _new_ground(template, old, new)) is not None]
-            with suppress(BarchanError):  # together they cost less, and are remembered; whose fault it was is seen below
+            with suppress(BarchanError):  # cheaper together, and remembered; which one can't be read is seen below
                 await self._look(met)
             for template in batch:
                 error = await self._clash_on(template, old, new)

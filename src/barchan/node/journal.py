@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from barchan.errors import RequirementMissing
+from barchan.errors import BarchanError, BlobUnavailable, RequirementMissing, SandboxExpired, SandboxLost
 from barchan.image.template import Template
 from barchan.model.node import LeaseRequest
 from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
@@ -42,6 +42,15 @@ class Row(Struct, frozen=True, kw_only=True):
     create_ms: float
     ended_unix_s: float | None
     end_cause: str | None
+
+    def error(self) -> BarchanError:
+        """What whoever still wants the sandbox is told."""
+        cause = self.end_cause or "ending"
+        text = f"sandbox {self.sandbox_id} has ended: {cause}"
+        if self.phase == "lost":
+            kind = BlobUnavailable if cause.startswith("blob_unavailable") else SandboxLost
+            return kind(text, sandbox_id=self.sandbox_id, cause=cause)
+        return SandboxExpired(text, sandbox_id=self.sandbox_id, cause=cause)
 
     def info(self, node_id: str) -> SandboxInfo:
         """What a node says of a sandbox that is no more."""

@@ -11,6 +11,8 @@ from barchan.node.files import Files
 from barchan.node.network import Network
 from barchan.node.processes import SHELL_NAMES, Defaults, Processes
 
+SHELLS_MAX = 4096  # each snapshot is a template of its own
+
 
 class Live:
     """One live sandbox: its handle and what serves its requests."""
@@ -71,3 +73,18 @@ class Live:
             create_ms=self.create_ms,
             processes_running=self.handle.guest.running if self.phase == "ready" else 0,
         )
+
+
+class Shells:
+    """The best shell of each template, as its first sandbox found it; the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
+
+    async def of(self, live: Live) -> str:
+        digest = live.template.digest
+        shell = self._known.pop(digest, None) or await live.find_shell()
+        self._known[digest] = shell
+        while len(self._known) > SHELLS_MAX:
+            del self._known[next(iter(self._known))]
+        return shell

@@ -18,14 +18,12 @@ from barchan.core.lifecycle import Fact, next_phase
 from barchan.errors import (
     BackendError,
     BarchanError,
-    BlobUnavailable,
     CallerError,
     CapacityError,
     Conflict,
     NodeLost,
     NotFound,
     SandboxExpired,
-    SandboxLost,
     TransportError,
 )
 from barchan.image.store import ImageStore
@@ -33,10 +31,11 @@ from barchan.image.template import Template
 from barchan.model.node import NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.node.admission import Admission, check_spec, memory_available_mib
+from barchan.node.holds import Holds
 from barchan.node.images import NodeImages
 from barchan.node.journal import Journal, Row
 from barchan.node.leases import Leases, Over
-from barchan.node.live import Live
+from barchan.node.live import Live, Shells
 from barchan.node.network import Network
 
 SWEEP_S = 1.0
@@ -58,6 +57,7 @@ class Sandboxes:
         self.templates = NodeImages(self.images, store_url)
         self.journal = Journal(state_dir / "journal.sqlite")
         self.node_id = self.journal.meta("node_id", f"node_{secrets.token_hex(4)}")
+        self.holds = Holds(self.images, self.node_id)
         self.admission = Admission(limits, state_dir)
         self.leases = Leases(self.journal, self._lease_over)
         self.live: dict[str, Live] = {}
@@ -74,7 +74,7 @@ class Sandboxes:
         self._started = time.monotonic()
         self._backends: dict[str, Backend] = {}
         self._backend_locks: dict[str, asyncio.Lock] = {}
-        self._shells: dict[str, str] = {}
+        self._shells = Shells()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lost: dict[str, BarchanError] = {}
 
@@ -120,6 +120,7 @@ class Sandboxes:
                 await backend.discard(row.sandbox_id)
             return
         self.live[live.sandbox_id] = live
+        await self.holds.hold(live.sandbox_id, live.template)
         if row.spec.create_id:
             self.by_create[row.spec.create_id] = live
         live.booted.set_result(None)
@@ -170,6 +171,7 @@ class Sandboxes:
                 await live.network.close()
         for backend in self._backends.values():
             await backend.close()
+        self.holds.close()
         self.journal.close()
 
     async def shutdown(self) -> None:
@@ -217,7 +219,7 @@ class Sandboxes:
         if before is None:
             row = self.journal.find_create(spec.create_id)
             if row is not None:
-                raise self._gone(row)
+                raise row.error()
         elif _identity(before.spec) != _identity(self.leases.labelled(spec, before.spec.lease_id)):
             raise Conflict(f"create id {spec.create_id!r} was used for another sandbox", create_id=spec.create_id)
         return before
@@ -251,6 +253,7 @@ class Sandboxes:
         self.creates_total += 1
         running = len(self.live)
         try:
+            await self.holds.hold(live.sandbox_id, live.template)
             async with self.admission.slot(running - self.admission.starting, priority):
                 if live.spec.lease_id is not None:
                     self.leases.started(live.spec.lease_id, live.sandbox_id)
@@ -282,8 +285,7 @@ class Sandboxes:
         """What every sandbox needs once its init answers: network, shell, and an eye on its end."""
         live.handle.ended.add_done_callback(lambda ended: self._init_ended(live, ended))
         live.network = await Network.open(live.spec, live.handle, live.files)
-        live.defaults.shell = self._shells.get(live.template.digest) or await live.find_shell()
-        self._shells[live.template.digest] = live.defaults.shell
+        live.defaults.shell = await self._shells.of(live)
         live.phase = next_phase("booting", Fact.INIT_UP)
         if live.spec.ttl_s is not None:
             left_s = live.created_unix_s + live.spec.ttl_s - time.time()
@@ -309,16 +311,7 @@ class Sandboxes:
         row = self.journal.find(sandbox_id)
         if row is None:
             return NotFound(f"no sandbox {sandbox_id} on this node", sandbox_id=sandbox_id)
-        return self._gone(row)
-
-    @staticmethod
-    def _gone(row: Row) -> BarchanError:
-        cause = row.end_cause or "ending"
-        text = f"sandbox {row.sandbox_id} has ended: {cause}"
-        if row.phase == "lost":
-            kind = BlobUnavailable if cause.startswith("blob_unavailable") else SandboxLost
-            return kind(text, sandbox_id=row.sandbox_id, cause=cause)
-        return SandboxExpired(text, sandbox_id=row.sandbox_id, cause=cause)
+        return row.error()
 
     def info(self, sandbox_id: str) -> SandboxInfo:
         """A live sandbox, or one that ended within the last hour."""
@@ -401,6 +394,7 @@ class Sandboxes:
 
     def _forget(self, live: Live) -> None:
         self.live.pop(live.sandbox_id, None)
+        self.holds.release(live.sandbox_id)
         live.let_go()
         self.leases.leave(live.spec.lease_id, live.sandbox_id)
         if live.spec.create_id is not None and self.by_create.get(live.spec.create_id) is live:
@@ -450,6 +444,8 @@ class Sandboxes:
                     live.last_used = now
                 elif now - live.last_used > limit_s:
                     self._expire(live, "idle_timeout")
+            if self.holds.is_due:
+                self._spawn(self.holds.settle(self.unmount))
             turn += 1
             if turn % 60 == 0:
                 await self.unmount()  # of images that other processes have removed

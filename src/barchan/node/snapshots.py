@@ -51,7 +51,8 @@ async def snapshot(sandboxes: Sandboxes, live: Live, asked: SnapshotRequest) -> 
 
 
 async def remove_image(sandboxes: Sandboxes, name: str) -> ImageInfo:
-    """Forget an image, and let go of the layers that no other one has."""
+    """Forget an image, and let go of the layers that no other one has, nor a live sandbox."""
+    await sandboxes.holds.settle(sandboxes.unmount)
     template = await finished(asyncio.to_thread(sandboxes.images.remove, name))
     await sandboxes.unmount([layer.digest for layer in template.layers])
     return image_info(template)

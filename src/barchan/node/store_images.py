@@ -54,7 +54,7 @@ class StoreImages:
                 if asked.failure is not None:
                     raise asked.failure
                 try:
-                    return self._images.resolve(name)
+                    return await asyncio.to_thread(self._images.resolve, name)
                 except NotFound:
                     pass  # whoever held the lock before has not brought it
                 try:

@@ -14,6 +14,7 @@ import pytest
 from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.template import Layer, Template, TemplateConfig
+from barchan.model.gc import GcRequest
 
 
 def commit(store: ImageStore, name: str, content: bytes = b"layer", **config: object) -> Template:
@@ -188,8 +189,105 @@ def test_a_damaged_template_is_told_not_guessed(tmp_path: Path, content: bytes) 
     store = ImageStore(tmp_path)
     commit(store, "x")
     (tmp_path / "templates" / "x.json").write_bytes(content)
-    with pytest.raises(BlobCorrupt, match="build it again"):
+    with pytest.raises(BlobCorrupt, match="barchan image remove x, then build"):
         store.resolve("x")
+
+
+def test_a_damaged_template_hides_itself_only_and_can_be_removed(tmp_path: Path) -> None:
+    """Lists and lookups go on without it; its name can be removed, and then what only it had goes."""
+    store = ImageStore(tmp_path)
+    bad, good = commit(store, "bad", b"bad"), commit(store, "good", b"good")
+    (tmp_path / "templates" / "bad.json").write_bytes(b"{")
+    for now in (store, ImageStore(tmp_path)):
+        assert [info.name for info in now.list()] == ["good"]
+        assert now.resolve(good.digest[:12]) == now.resolve("good") == good
+        with pytest.raises(NotFound, match="there are: bad, good"):
+            now.resolve("other")
+    assert store.remove("bad").name == "bad"
+    assert [store.has_layer(made.layers[0].digest) for made in (bad, good)] == [False, True]
+    with pytest.raises(NotFound):
+        store.resolve("bad")
+
+
+def test_a_damaged_layer_is_replaced_by_the_same_one_brought_again(tmp_path: Path) -> None:
+    """One that is right stays the very file that it is."""
+    store = ImageStore(tmp_path)
+    (layer,) = commit(store, "x", b"content").layers
+    path = store.layer_path(layer)
+    inode = path.stat().st_ino
+    commit(store, "y", b"content")
+    assert path.stat().st_ino == inode
+    path.write_bytes(b"c0ntent")
+    assert store.is_damaged(layer)
+    commit(store, "x", b"content")
+    assert path.read_bytes() == b"content"
+    assert not store.is_damaged(layer)
+
+
+def test_few_of_many_names_are_told(tmp_path: Path) -> None:
+    """Of a store of thousands a message names twenty, and how many more there are."""
+    store = ImageStore(tmp_path)
+    for number in range(25):
+        commit(store, f"image-{number:02}")
+    with pytest.raises(NotFound, match=r"image-19 and 5 more \("):
+        store.resolve("other")
+
+
+def test_a_known_digest_is_found_without_a_look_at_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is whether there is a name; a digest also after its image has got another name."""
+    store = ImageStore(tmp_path)
+    made = [commit(store, f"image-{number}", b"%d" % number) for number in range(5)]
+    assert store.resolve(made[3].digest) == made[3]
+    looks: list[str] = []
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **how: (looks.append(str(path)), stat(path, **how))[1])
+    assert store.resolve(made[3].digest) == made[3]
+    assert store.find("image-7") is None
+    assert [Path(look).name for look in looks] == [f"{made[3].digest}.json", "image-3.json", "image-7.json"]
+    monkeypatch.undo()
+    commit(store, "again", b"3")
+    store.remove("image-3")
+    assert store.resolve(made[3].digest).name == "again"
+
+
+def test_nothing_is_remembered_of_what_is_gone(tmp_path: Path) -> None:
+    """A node makes and removes images for as long as it runs, and so do other processes beside it."""
+    store, other = ImageStore(tmp_path), ImageStore(tmp_path)
+    for number in range(5):
+        store.resolve(commit(other, "theirs", b"%d" % number).digest)
+        commit(store, f"mine-{number}", b"x%d" % number)
+        store.remove(f"mine-{number}")
+    other.remove("theirs")
+    assert store.list() == []
+    index = store._index
+    assert not (index._known or index._by_digest)
+    store.collect(GcRequest())
+    assert not index._counted
+    assert len(store._sizes) <= 1
+
+
+def test_layers_that_a_living_process_holds_stay(tmp_path: Path) -> None:
+    """Whoever removes or replaces their image; they go once they are let go of, or their holder is no more."""
+    store, other = ImageStore(tmp_path), ImageStore(tmp_path)
+    kept = [commit(store, f"image-{number}", b"%d" % number).layers[0] for number in range(3)]
+    holder = store.hold_as("node")
+    for layer in kept:
+        holder.note(layer.digest)
+    other.remove("image-0")
+    commit(other, "image-1", b"newer")
+    other.remove("image-2")
+    report = other.collect(GcRequest())
+    assert (report.left_overs, report.freed_bytes) == ((), 0)
+    assert all(store.layer_path(layer).exists() for layer in kept)
+    holder.drop(kept[0].digest)
+    assert store.settle()
+    assert [store.layer_path(layer).exists() for layer in kept] == [False, True, True]
+    over(other, "image-3", b"top", kept[1:2])
+    holder.close()
+    assert other.settle()
+    assert [store.layer_path(layer).exists() for layer in kept] == [False, True, False]
+    assert not store.settle()
+    assert list((tmp_path / "live").iterdir()) == []
 
 
 def test_a_template_of_a_newer_format_is_refused(tmp_path: Path) -> None:

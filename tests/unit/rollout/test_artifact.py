@@ -37,6 +37,7 @@ async def test_an_image_that_the_platform_can_not_make_is_no_zero(error: Barchan
 
 
 async def test_files_that_no_image_can_hold_are_the_guest_s_doing() -> None:
+    """What it wrote can be no layer: evidence in place of an artifact."""
     taken = await take(Workspace(cast(Any, Failing(GuestWrecked("too deep"))), 1000), TASK, "image")
     assert isinstance(taken, Evidence)
     assert taken.source == "artifact: GuestWrecked"
