@@ -6,19 +6,20 @@ message `The repository as it is`. Files that git-lfs keeps elsewhere stay the p
 
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryFile
 from threading import Event
 from time import monotonic
 from typing import NamedTuple
 
-from barchan.errors import BackendError, InvalidSpec, NotFound
+from barchan.errors import BackendError, BarchanError, Denied, InvalidSpec, NotFound, TransportError
 from barchan.image.intake import Stopped
 from barchan.image.pack import Limits
-from barchan.image.tools import Progress, require
+from barchan.image.tools import Progress, in_namespaces, require
 
 NAME, EMAIL, DATE, MESSAGE = "barchan", "barchan@localhost", "1700000000 +0000", "The repository as it is"
 WORKDIR = "/workspace"
@@ -27,6 +28,19 @@ LOOK_S = 0.2  # how often it is asked whether a command's end is still wanted
 GIT_S_MAX = 3600.0  # of one command
 MESSAGE_BYTES_MAX = 400
 UMASK = 0o022
+# What git says, in the language that it is told to speak.
+# A short name, or a server that gives nothing but what it lists.
+UNASKED = r"find remote ref [0-9a-f]{4,64}\s*$|not our ref|unadvertised object|not support shallow"
+TOO_MUCH = r"out of memory|cannot allocate memory|file too large|died of signal 25"
+MISSING = (
+    r"find remote ref|does not appear to be a git repository|repository .*not found|not a git repository|does not exist"
+)
+UNWANTED = r"transport '.*' not allowed|unable to find remote helper|bad/illegal format"
+REFUSED = r"authentication failed|could not read (username|password)|permission denied|error: 40[13]"
+UNREACHED = (
+    r"could ?n[o']t (resolve|connect|read from remote)|failed to connect|timed out|too slow|took too long"
+    r"|connection (refused|reset|closed)|unable to (access|connect|look up)|rpc failed|early eof|hung up|disconnect"
+)
 OURS = re.compile(r"HEAD|config|index|refs/heads/main|objects/pack/pack-[0-9a-f]+\.(?:pack|idx)")
 # Programs, hooks and transports that a repository could bring are off; a server that sends nothing is given up.
 SETTINGS = """
@@ -76,7 +90,7 @@ class GitSource(NamedTuple):
         """`PATH_OR_URL@COMMIT[:/WORKDIR]`."""
         found = re.fullmatch(r"(?P<repository>.+)@(?P<commit>[0-9A-Za-z][\w./-]*)(?::(?P<workdir>/.*))?", text)
         if found is None or found["repository"].startswith("-") or ".." in found["commit"]:
-            raise InvalidSpec(f"{text!r} is not PATH_OR_URL@COMMIT or PATH_OR_URL@COMMIT:/WORKDIR")
+            raise InvalidSpec(f"{_without_password(text)!r} is not PATH_OR_URL@COMMIT or PATH_OR_URL@COMMIT:/WORKDIR")
         workdir = PurePosixPath(found["workdir"] or WORKDIR)
         if ".." in workdir.parts or len(workdir.parts) < 2:
             raise InvalidSpec(f"{workdir} is no folder below / for a repository to be in")
@@ -85,7 +99,7 @@ class GitSource(NamedTuple):
     @property
     def shown(self) -> str:
         """The source without the user and password that an address may have."""
-        return f"git:{re.sub(r'://[^/@]*@', '://', self.repository)}@{self.commit}"
+        return f"git:{_without_password(self.repository)}@{self.commit}"
 
 
 def make_tree(
@@ -99,12 +113,19 @@ def make_tree(
 
     Raises:
         NotFound: There is no such repository or commit.
-        InvalidSpec: It has submodules, which are named, or more than the limits allow.
+        InvalidSpec: It has submodules, which are named, or needs more than the limits allow.
+        Denied: Its server wants (other) credentials.
+        TransportError: Its server can't be reached, or fails.
         BackendError: Git can't make a repository of it.
     """
     try:
-        return _make_tree(_Git(workspace, limits.bytes_max, stop), source, workspace, progress, limits, owner)
+        return _make_tree(_Git(workspace, limits, stop), source, workspace, progress, limits, owner)
     except _GitError as error:
+        if re.search(TOO_MUCH, str(error), re.IGNORECASE):
+            raise InvalidSpec(
+                f"{source.shown} needs more than {limits.git_bytes_max} bytes of memory, or files of more than "
+                f"{limits.bytes_max} bytes: {error}"
+            ) from None
         raise BackendError(f"git can't make a repository of {source.shown}: {error}") from None
 
 
@@ -136,12 +157,17 @@ class _GitError(Exception):
 
 
 class _Git:
-    """The git program, with settings of its own and none of this machine's. It dies with this process."""
+    """The git program, with settings of its own and none of this machine's.
 
-    def __init__(self, workspace: Path, file_bytes_max: int, stop: Event) -> None:
+    It dies with this process, and what it started with it; the latter is promised to root only.
+    """
+
+    def __init__(self, workspace: Path, limits: Limits, stop: Event) -> None:
         self._stop = stop
         program = require("git", "git", needed_for="reading a repository")
-        self._argv = ["setpriv", "--pdeathsig", "KILL", "prlimit", f"--fsize={file_bytes_max}", program]
+        bounded = ["prlimit", f"--fsize={limits.bytes_max}", f"--data={limits.git_bytes_max}", program]
+        alone = in_namespaces(bounded) if os.geteuid() == 0 else bounded
+        self._argv = ["setpriv", "--pdeathsig", "KILL", *map(str, alone)]
         settings = workspace / "gitconfig"
         settings.write_text(SETTINGS)
         self._environment = {
@@ -176,15 +202,16 @@ class _Git:
                     cwd="/",
                     env=self._environment,
                     umask=UMASK,
+                    start_new_session=True,
                 )
             )
             try:
                 out, said = self._output(process, deadline)
             except BaseException:
-                process.kill()
+                _kill(process)
                 raise
         if process.returncode:
-            raise _GitError(said.decode("utf-8", "replace").strip()[-MESSAGE_BYTES_MAX:])
+            raise _GitError(_without_password(said.decode("utf-8", "replace").strip())[-MESSAGE_BYTES_MAX:])
         return out
 
     def _output(self, process: "subprocess.Popen[bytes]", deadline: float) -> tuple[bytes, bytes]:
@@ -209,6 +236,7 @@ class _Git:
             stderr=subprocess.DEVNULL,
             cwd="/",
             env=self._environment,
+            start_new_session=True,
         ) as process:
             assert process.stdout is not None
             try:
@@ -219,7 +247,13 @@ class _Git:
                 if process.wait():
                     raise _GitError(f"{arguments[0]} failed with exit code {process.returncode}")
             finally:
-                process.kill()
+                _kill(process)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a command and all that it started, which has the session that it leads."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _fetch(git: _Git, source: GitSource, mirror: Path) -> str:
@@ -228,16 +262,42 @@ def _fetch(git: _Git, source: GitSource, mirror: Path) -> str:
     local = Path(source.repository)
     address = str(local.absolute()) if local.exists() else source.repository
     fetch = ("fetch", "--quiet", "--no-tags", "--no-recurse-submodules")
+    wanted = "FETCH_HEAD"
     try:
         try:
             git(mirror, *fetch, "--depth=1", "--", address, source.commit)
-            return git.word(mirror, "rev-parse", "--verify", "FETCH_HEAD^{commit}")
-        except _GitError:  # a short name, or a server that gives nothing but what it lists
+        except _GitError as error:
+            if not re.search(UNASKED, str(error), re.IGNORECASE):
+                raise
             git(mirror, *fetch, "--", address, "+refs/*:refs/all/*")
-            return git.word(mirror, "rev-parse", "--verify", "--end-of-options", f"{source.commit}^{{commit}}")
+            wanted = source.commit
     except _GitError as error:
-        said = str(error).replace(source.repository, "the repository")
-        raise NotFound(f"{source.shown} can't be had: {said}", source=source.shown) from None
+        raise _fetch_error(source, error, is_local=local.exists()) from None
+    try:
+        return git.word(mirror, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{wanted}^{{commit}}")
+    except _GitError:
+        raise NotFound(f"{source.shown} can't be had: the repository has no such commit", source=source.shown) from None
+
+
+def _fetch_error(source: GitSource, error: "_GitError", *, is_local: bool) -> BarchanError | _GitError:
+    """What it means that a repository was not brought."""
+    said = str(error).replace(source.repository, "the repository")
+    message = f"{source.shown} can't be had: {said}"
+
+    def is_said(pattern: str) -> bool:
+        return re.search(pattern, said, re.IGNORECASE) is not None
+
+    if is_said(TOO_MUCH):
+        return error
+    if is_said(UNWANTED):
+        return InvalidSpec(message)
+    if is_said(MISSING):
+        return NotFound(message, source=source.shown)
+    if is_said(REFUSED):
+        return Denied(message)
+    if is_said(UNREACHED) and not is_local:
+        return TransportError(f"{message} (try: again later)")
+    return BackendError(message)
 
 
 def _check_entries(git: _Git, mirror: Path, commit: str, source: GitSource, limits: Limits) -> None:
@@ -309,6 +369,11 @@ def _pointers(git: _Git, made: Path) -> list[str]:
     names = git(made, "ls-files", "-z")
     found = git(made, "check-attr", "-z", "--stdin", "filter", stdin=names).split(b"\0")
     return [_text(path) for path, value in zip(found[::3], found[2::3], strict=False) if value == b"lfs"]
+
+
+def _without_password(text: str) -> str:
+    """Without the user and password that addresses may have."""
+    return re.sub(r"://[^/\s]*@", "://", text)
 
 
 def _text(path: bytes) -> str:

@@ -40,6 +40,7 @@ class Limits(Struct, frozen=True, kw_only=True):
         xattr_bytes_max: Of all its extended attributes together.
         text_bytes_max: Of an archive's names, without those of the directories that they are in, and of what its
             symbolic links say.
+        git_bytes_max: Memory of each git process that reads a repository.
     """
 
     entries_max: int = 4_000_000
@@ -47,6 +48,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     depth_max: int = 2048
     xattr_bytes_max: int = 256 << 20
     text_bytes_max: int = 128 << 20
+    git_bytes_max: int = 4 << 30
 
 
 DEFAULT_LIMITS = Limits()

@@ -1,14 +1,18 @@
 """Repositories as layers: the files of a commit, one commit, and nothing of any other."""
 
 import os
+import signal
 import subprocess
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
-from barchan.errors import InvalidSpec, NotFound
+from barchan.errors import Denied, InvalidSpec, NotFound, TransportError
 from barchan.image import git, sources
 from barchan.image.git import GitSource, make_tree
 from barchan.image.intake import Stopped
@@ -171,7 +175,7 @@ def test_what_is_not_there_is_said(make: Make, repository: tuple[Path, list[str]
     for source in (f"{folder}@{'0' * 40}", f"{folder}@nope", f"{tmp_path}/none@main"):
         with pytest.raises(NotFound, match="can't be had"):
             make(source)
-    with pytest.raises(NotFound, match="not allowed"):
+    with pytest.raises(InvalidSpec, match="not allowed"):
         make(f"ext::sh -c 'touch {tmp_path}/ran'@main")
     assert not (tmp_path / "ran").exists()
 
@@ -179,13 +183,132 @@ def test_what_is_not_there_is_said(make: Make, repository: tuple[Path, list[str]
 def test_a_command_is_ended_when_nobody_waits(tmp_path: Path) -> None:
     """Input that takes its time is given whole; once it is told to stop, git is gone before the call returns."""
     stop = Event()
-    run_git = git._Git(tmp_path, 1 << 30, stop)
+    run_git = git._Git(tmp_path, Limits(), stop)
     waits = ("-c", "alias.wait=!sleep 0.5; cat", "wait")
     assert run_git(None, *waits, stdin=b"x" * 100_000) == b"x" * 100_000
     stop.set()
     os.mkfifo(tmp_path / "nobody_writes")
     with pytest.raises(Stopped):
         run_git(None, "hash-object", "--no-filters", str(tmp_path / "nobody_writes"))
+
+
+class Failing(BaseHTTPRequestHandler):
+    """Answers everything with one status, and counts."""
+
+    status = 500
+    seen = 0
+
+    def do_GET(self) -> None:
+        type(self).seen += 1
+        self.send_error(self.status)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def failing() -> Iterator[tuple[str, type[Failing]]]:
+    """The address of a server, and what it does."""
+    handler = type("Handler", (Failing,), {})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    serving = Thread(target=server.serve_forever)
+    serving.start()
+    yield f"127.0.0.1:{server.server_port}", handler
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("status", "error"), [(500, TransportError), (404, NotFound), (403, Denied)])
+def test_a_server_that_fails_is_asked_once(
+    make: Make, failing: tuple[str, type[Failing]], status: int, error: type[Exception]
+) -> None:
+    """Its failure is no word about the commit."""
+    host, handler = failing
+    handler.status = status
+    with pytest.raises(error, match=f"git:http://{host}/x.git@main can't be had"):
+        make(f"http://someone:secret@{host}/x.git@main")
+    assert handler.seen == 1
+
+
+def test_a_server_that_is_not_there_may_come_back(make: Make) -> None:
+    """The error says to try again."""
+    with pytest.raises(TransportError, match="try: again later"):
+        make("http://127.0.0.1:1/x.git@main")
+
+
+def test_nobody_is_told_the_password(make: Make) -> None:
+    """Even where an address is none because of it."""
+    with pytest.raises(InvalidSpec, match=r"git:http://127\.0\.0\.1:1/x\.git@main can't be had") as failure:
+        make("http://someone:sec@ret@127.0.0.1:1/x.git@main")
+    assert "ret@" not in str(failure.value)
+
+
+def test_memory_is_bounded(make: Make, repository: tuple[Path, list[str]]) -> None:
+    """A few kilobytes can unpack to more than there is."""
+    folder, _ = repository
+    (folder / "zeros").write_bytes(bytes(96 << 20))
+    made = commit(folder, "large")
+    with pytest.raises(InvalidSpec, match=f"needs more than {48 << 20} bytes of memory"):
+        make(f"{folder}@{made}", Limits(git_bytes_max=48 << 20))
+
+
+def sleepers(seconds: str) -> list[int]:
+    """Processes that sleep for so long."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes() == f"sleep\0{seconds}\0".encode():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def wait_for(seconds: str, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(sleepers(seconds)) != count:
+        assert time.monotonic() < deadline, sleepers(seconds)
+        time.sleep(0.02)
+
+
+def test_what_git_started_ends_with_it(tmp_path: Path) -> None:
+    """Its helpers do the downloading."""
+    seconds, stop = f"9{os.getpid()}.1", Event()
+    run_git = git._Git(tmp_path, Limits(), stop)
+    failed: list[BaseException] = []
+
+    def fetch() -> None:
+        try:
+            run_git(None, "-c", f"alias.wait=!sleep {seconds}; true", "wait")
+        except Stopped as error:
+            failed.append(error)
+
+    running = Thread(target=fetch)
+    running.start()
+    wait_for(seconds, 1)
+    stop.set()
+    running.join()
+    wait_for(seconds, 0)
+    assert len(failed) == 1
+
+
+@pytest.mark.requires("root")
+def test_what_git_started_ends_with_a_killed_process(tmp_path: Path) -> None:
+    """Nobody is left to end it then."""
+    seconds = f"9{os.getpid()}.2"
+    code = (
+        "import pathlib, threading\n"
+        "from barchan.image import git, pack\n"
+        f"run = git._Git(pathlib.Path({str(tmp_path)!r}), pack.Limits(), threading.Event())\n"
+        f"run(None, '-c', 'alias.wait=!sleep {seconds}; true', 'wait')\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            wait_for(seconds, 1)
+        finally:
+            process.send_signal(signal.SIGKILL)
+    wait_for(seconds, 0)
 
 
 def test_submodules_are_named(make: Make, repository: tuple[Path, list[str]]) -> None:
@@ -231,7 +354,7 @@ def test_a_repository_that_is_not_alone_is_noticed(make: Make, repository: tuple
     folder, commits = repository
     tree, _ = make(f"{folder}@{commits[0]}")
     made = tree / "workspace"
-    checker = git._Git(tree.parent, 1 << 30, Event())
+    checker = git._Git(tree.parent, Limits(), Event())
     git._check_alone(checker, made)
     subprocess.run(["git", "-C", made, "hash-object", "-w", "--stdin"], input=b"later", check=True, capture_output=True)
     with pytest.raises(Exception, match="1 objects nobody reaches"):
