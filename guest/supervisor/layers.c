@@ -141,11 +141,21 @@ int layer_remove(struct layer *layer)
 	return 0;
 }
 
+/* Also those that a sandbox uses which can't be removed: the process is about to end. */
 void layers_close(void)
 {
-	while (layers)
-		layer_remove(layers);
-	close_fd(&fuse_mount_fd), close_fd(&fuse_device_fd);
+	for (struct layer *layer; (layer = layers);) {
+		layers = layer->next;
+		layer_free(layer);
+	}
+	close_fd(&fuse_mount_fd);
+	fuse_let_go();
+}
+
+/* Whoever still waits for a file of it waits for its server alone from now on, and for nobody if there is none. */
+void fuse_let_go(void)
+{
+	close_fd(&fuse_device_fd);
 }
 
 static int open_device(const char *path)

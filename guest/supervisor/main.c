@@ -85,6 +85,8 @@ static void start_shutdown(void)
 	shutting_down = true;
 	shutdown_deadline_ns = monotonic_ns() + SHUTDOWN_WAIT_NS;
 	sandbox_destroy_all();
+	/* Else killed processes would wait for a reader that is dead and has no successor any more. */
+	fuse_let_go();
 }
 
 void request_shutdown(const struct waiter *waiter)

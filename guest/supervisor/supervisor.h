@@ -263,6 +263,7 @@ int layer_add_mount(const char *digest, int mount_fd);
 int layer_remove(struct layer *layer);
 void layers_close(void);
 int fuse_open(int *device_fd, int *mount_fd);
+void fuse_let_go(void);
 
 /* launch.c */
 struct launch_report {

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -85,3 +86,28 @@ def test_what_is_wrong_with_a_mount_is_told(supervisor: Supervisor, client: Clie
     assert client.request("layers").all("layer") == ["base"]
     assert len(os.listdir(f"/proc/{supervisor.pid}/fd")) == before
     os.close(erofs)
+
+
+def test_a_sandbox_that_cannot_be_removed_does_not_stop_the_end(supervisor: Supervisor, client: Client) -> None:
+    """Another's process keeps its cgroup; who waits for a file that nobody serves is let go first, then all ends."""
+    client.create("one")
+    first = client.request("fuse")
+    device, directory = first.fds
+    os.close(device)
+    with subprocess.Popen(["sleep", "600"]) as foreign:
+        waiting = subprocess.Popen(
+            ["stat", f"/proc/self/fd/{directory}/file"], pass_fds=[directory], stderr=subprocess.DEVNULL
+        )
+        os.close(directory)
+        leaf = next(
+            path for root in supervisor.cgroups() for path in (root / "one", root / "one" / "guest") if path.is_dir()
+        )
+        (leaf / "cgroup.procs").write_text(str(foreign.pid))
+        supervisor.kill(signal.SIGTERM)
+        assert waiting.wait(15) != 0
+        assert supervisor.processes()
+        supervisor.wait_gone(60)
+        foreign.kill()
+    assert supervisor.start() == "ready"  # it removes the cgroup
+    assert supervisor.cgroup_leaves() == set()
+    supervisor.connect()
