@@ -192,7 +192,12 @@ async def test_a_store_that_goes_ends_who_reads_and_nobody_else(make_place: Make
         assert b"begun" in told and b"FAILED" not in told
         assert str(caught.value.details["cause"]).startswith("blob_unavailable: layer")
         verdict = verdict_of_error(caught.value, "exec")
-        assert (verdict.status, verdict.fault, verdict.cause, verdict.reward) == ("void", "platform", "image", None)
+        assert (verdict.status, verdict.fault, verdict.cause, verdict.reward) == (
+            "void",
+            "platform",
+            "image_unavailable",
+            None,
+        )
         assert (await reading.info()).phase == "lost"
         assert await sums(idle, "f00") == {"f00": place.sums["f00"]}
         place.store.with_name("away").rename(place.store)

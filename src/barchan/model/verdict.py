@@ -21,6 +21,7 @@ Cause = Literal[
     "refusal",
     # the platform's: void
     "image",
+    "image_unavailable",
     "capacity",
     "boot_failure",
     "sandbox_lost",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from barchan.model.verdict import Verdict
 
 # A void by one of these says nothing about the next try. The task's own faults and the caller's would only come again,
-# and so would an image that is not there.
+# and so would an image that is not there; one whose store is slow or away may be had the next time.
 TRIED_AGAIN = ("platform", "model")
 
 

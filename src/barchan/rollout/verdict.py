@@ -59,7 +59,7 @@ _GUEST_CAUSES: tuple[tuple[type[GuestError], Cause], ...] = (
 _VOID_CAUSES: tuple[tuple[type[BarchanError], Cause], ...] = (
     (CapacityError, "capacity"),
     (BootFailed, "boot_failure"),
-    (BlobUnavailable, "image"),
+    (BlobUnavailable, "image_unavailable"),
     (SandboxLost, "sandbox_lost"),
     (RequirementMissing, "image"),
     (BlobCorrupt, "image"),

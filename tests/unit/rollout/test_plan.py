@@ -84,6 +84,14 @@ def test_a_spare_sibling_stands_in_before_a_void_one_is_tried_again() -> None:
     assert made.settle(second, LOST).retry == Member(0, 1, 1)
 
 
+def test_an_image_that_could_not_be_had_in_time_is_tried_again() -> None:
+    """A store's outage must not void for good what was under way."""
+    made = plan(group=1, refill=1)
+    member = made.start()
+    assert member is not None
+    assert made.settle(member, void("platform", "image_unavailable", ())).retry == Member(0, 0, 1)
+
+
 @pytest.mark.parametrize(
     "verdict",
     [

@@ -255,6 +255,8 @@ def test_only_a_guests_own_doing_scores_as_an_error(error: BarchanError, stage: 
         (errors.SandboxExpired("x"), "grade", "platform", "sandbox_expired"),
         (errors.NotFound("x", sandbox_id="sb_1"), "exec", "platform", "sandbox_lost"),
         (errors.BlobCorrupt("x"), "create", "platform", "image"),
+        (errors.BlobUnavailable("x"), "create", "platform", "image_unavailable"),
+        (errors.BlobUnavailable("x"), "exec", "platform", "image_unavailable"),
         (errors.NotFound("no such template"), "create", "caller", "image"),
         (errors.NotFound("no such file"), "exec", "caller", "unknown"),
         (errors.ReadTimeout("x"), "grade", "platform", "transport"),
