@@ -23,9 +23,9 @@ def copy_base(machine: Path, to: Path, *names: str) -> Path:
     return to
 
 
-def node_of_its_own(images: Path, folders: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+def node_of_its_own(images: Path, folders: pytest.TempPathFactory, *options: str) -> Iterator[NodeProcess]:
     """For a fixture: a node with an image store of its own, with the base image in it; it must leave nothing."""
     node = NodeProcess(folders.mktemp("node"), copy_base(images, folders.mktemp("store") / "images"))
-    node.start()
+    node.start(*options)
     yield node
     assert node.end() == []

@@ -231,6 +231,23 @@ async def test_another_base(client: AsyncClient) -> None:
     assert (await client.rebase("old", "new", names=["task"]))[0].refused.endswith("on those of 'old'")
 
 
+async def test_another_base_for_all_that_can_be_read(client: AsyncClient, node: NodeProcess) -> None:
+    """An image whose layer is damaged is left as it was, and told; it is in nobody else's way."""
+    for name in ("old", "new"):
+        await make(client, name, f"echo {name} > /version")
+    for name in ("a", "broken", "c"):
+        await make(client, name, f"echo {name} > /{name}", on="old")
+    digest = (await client.image("broken")).layers[0]
+    layer = node.state_dir / f"images/layers/{digest}.erofs"
+    content = layer.read_bytes()
+    layer.unlink()  # another file, for the old one is mounted
+    layer.write_bytes(content[:1024] + bytes(1024) + content[2048:])
+    done = await client.rebase("old", "new")
+    assert [(item.name, bool(item.refused)) for item in done] == [("a", False), ("broken", True), ("c", False)]
+    assert digest in done[1].refused
+    assert await read(client, "c", "cat /version /c") == "new\nc"
+
+
 async def test_the_command_line(client: AsyncClient, node: NodeProcess) -> None:
     """`run --layer` and `image rebase` do the same, and say what was left as it was."""
     await make(client, "tool", "echo tool > /who; mkdir /srv/x")

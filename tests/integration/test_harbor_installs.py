@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import barchan
+from barchan.errors import BlobUnavailable
 from barchan.rollout.admission import check
 from barchan.rollout.calls import call_to
 from barchan.rollout.graders.prepared import PREFIX
@@ -118,19 +119,41 @@ async def test_an_artifact_that_is_in_the_way(client: AsyncClient, tmp_path: Pat
 
 
 async def test_what_can_not_be_prepared(client: AsyncClient, tmp_path: Path) -> None:
-    """A verifier that gives no reward without a network, or never ends: said, and no image of it stays."""
+    """A verifier that gives no reward without a network, never ends, or scores the oracle 0: said, and no image of it
+    stays. Without an oracle that can't be seen, which is said, too.
+    """
     online = TEST.replace("test -x /opt/tool/tool ||", "").replace(
         "if ! test -x", "if ! grep -q tap0: /proc/net/dev || ! test -x"
     )
     write(tmp_path / "online", test=online)
     toml = '[environment]\nworkdir = "/app"\n[verifier]\ntimeout_sec = 1.0\n'
     write(tmp_path / "slow", toml, test="#!/bin/sh\ncurl () { sleep 100; }\necho waits; curl x\n")
+    write(tmp_path / "zero", test=TEST.replace("reward=1", "reward=0"))
     found = await prepare_all(client, load_harbor(tmp_path, build_network="none"))
-    assert [item.task_id for item in found if not item.ready] == ["online", "slow"]
+    assert [item.task_id for item in found if not item.ready] == ["online", "slow", "zero"]
     assert "without a network, it gives no reward" in found[0].why
+    assert "without a network, it gives the oracle 0:" in found[2].why
     assert found[1].why == "its verifier did not end within 1 s: waits"
     assert [image.name for image in await client.images() if image.name.startswith(PREFIX)] == []
+    (tmp_path / "zero/solution/solve.sh").unlink()
+    (untested,) = await prepare_all(client, load_harbor(tmp_path / "zero", build_network="none"))
+    assert untested.ready and untested.untested
     assert await client.list() == []
+
+
+async def test_a_dead_store_is_not_asked(
+    images: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """For what a node can only have made itself: a verifier that is not prepared is graded with all that is here."""
+    (tmp_path / "blobs").mkdir()
+    (task,) = load_harbor(write(tmp_path / "task"), build_network="none")
+    for node in node_of_its_own(images, tmp_path_factory, "--store", (tmp_path / "blobs").as_uri()):
+        async with barchan.connect_async(state_dir=node.state_dir) as client:
+            (tmp_path / "blobs").rename(tmp_path / "away")
+            with pytest.raises(BlobUnavailable):
+                await client.image("nowhere")
+            (record,) = await play(client, [task], OraclePolicy(), "alone")
+    assert record.verdict.reward == 1.0
 
 
 def test_who_installs(tmp_path: Path) -> None:

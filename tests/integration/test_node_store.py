@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 
 import barchan
+from barchan.cli.common import Common
+from barchan.cli.image_build import base_config
 from barchan.errors import BlobCorrupt, BlobUnavailable, Conflict, InvalidSpec, NotFound
 from barchan.image.blobs import BlobStore
 from barchan.image.remote import pull, push
 from barchan.image.store import ImageStore
+from barchan.model.image import BUILT_PREFIX
 from barchan.model.sandbox import SandboxSpec
 from barchan.node.images import NodeImages
+from barchan.sdk.build import build
 from barchan.sdk.endpoint import endpoint_of, store_url
+from barchan.sdk.recipe import Recipe, Run, Take
 from tests.nodes import NodeProcess
 from tests.stores import copy_base
 from tests.stores_http import served
@@ -95,6 +100,29 @@ def test_a_node_makes_sandboxes_of_images_from_its_store(node: NodeProcess, push
         barchan.connect(state_dir=node.state_dir, store=tmp_path / "another")
 
 
+@pytest.mark.requires("userns", "mkfs.btrfs")
+async def test_recipes_go_on_from_images_of_the_store(node: NodeProcess, pushed: Path, tmp_path: Path) -> None:
+    """Their base, their layers and what they take from: none of it was on the node before. The command line, too."""
+    for name in ("base", "layer", "taken"):
+        shutil.copy(pushed / "images/debian.json", pushed / f"images/{name}.json")
+    recipe = Recipe(
+        base="base",
+        layers=("layer",),
+        steps=(Take(image="taken", source="/etc/debian_version", path="/v"), Run(command="cat /v")),
+    )
+    async with barchan.connect_async(state_dir=node.state_dir) as client:
+        assert [image.name for image in await client.images()] == ["debian"]
+        built = await client.image(await build(client, recipe))
+        assert built.name.startswith(BUILT_PREFIX) and len(built.layers) == 2
+        assert (await client.image("sha256:" + built.digest[:20])).name == built.name
+        with pytest.raises(NotFound, match=r"no image 'nowhere' to build on here, nor in file:.*--base nowhere=NAME"):
+            await build(client, Recipe(base="nowhere"))
+    (tmp_path / "Dockerfile").write_text("FROM elsewhere\nRUN true\n")
+    config = base_config(Common(state_dir=node.state_dir))("elsewhere")
+    assert config is not None and (config.user, config.env["LANG"]) == ("root", "C.UTF-8")
+    assert base_config(Common(state_dir=node.state_dir))("nowhere") is None
+
+
 @pytest.mark.requires("fuse", "userns", "mkfs.btrfs")
 def test_a_node_with_nothing_runs_an_image_of_its_store(pushed: Path, tmp_path: Path) -> None:
     """Asked for by name, it runs, though all that was made of it here is a small file; pulled, it needs no store."""
@@ -144,4 +172,10 @@ def test_images_go_to_a_store_and_back_from_the_command_line(images: Path, tmp_p
     assert json.loads(told.stdout)["digest"] == lazy["digest"]
     assert b" of " in told.stderr
     assert b"--image NAME" in run("two", "pull", store, code=2).stderr
+    assert (
+        b"--user, --env: no option for a blob store"
+        in run("two", "pull", store, "--image", "debian", "--user", "x", "--env", "A=1", code=2).stderr
+    )
+    assert b"--zstd: no option for a blob store" in run("one", "push", "debian", store, "--zstd", code=2).stderr
+    assert b"--lazy: no option for anything but" in run("two", "pull", "dir:/x", "--lazy", code=2).stderr
     assert b"no image 'other'" in run("two", "pull", store, "--image", "other", code=1).stderr

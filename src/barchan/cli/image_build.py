@@ -1,6 +1,7 @@
 """`barchan image build`."""
 
 import asyncio
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -127,24 +128,23 @@ def dockerfile(
 
 
 def base_config(common: Common) -> Callable[[str], BaseConfig | None]:
-    """What Dockerfiles go on from, by the name of an image of this machine; None for one that is not here, or where
-    another machine's node is asked. The user and folder of an image of `image build debian` are for agents: to a
-    Dockerfile it is what Docker's own is.
+    """What Dockerfiles go on from, by the name of an image that the node has or can have; None for another. The user
+    and folder of an image of `image build debian` are for agents: to a Dockerfile it is what Docker's own is.
     """
-    store = ImageStore(common.local_state_dir / "images")
 
     def of(name: str) -> BaseConfig | None:
-        try:
-            template = store.resolve(name) if common.node_url is None else None
-        except NotFound:
-            template = None
-        if template is None:
-            return None
-        if template.source.startswith("debian:"):
-            return BaseConfig(env=template.env)
-        return BaseConfig(template.user, template.workdir, template.env, template.entrypoint, template.cmd)
+        import barchan
 
-    return of
+        try:
+            with barchan.connect(**common.connection) as client:
+                image = client.image(name)
+        except NotFound:
+            return None
+        if image.source.startswith("debian:"):
+            return BaseConfig(env=image.env)
+        return BaseConfig(image.user, image.workdir, image.env, image.entrypoint, image.cmd)
+
+    return functools.cache(of)
 
 
 async def _build(recipe: Recipe, connection: Mapping[str, Any], say: Callable[[str], None]) -> str:

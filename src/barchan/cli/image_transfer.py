@@ -2,12 +2,14 @@
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from barchan.cli.common import DEFAULTS, OK, Common, human_bytes, key_values, print_json
 from barchan.cli.image_build import Words, layer_kind, made, own_store
 from barchan.cli.image_store import is_store, pull_from_store, push_to_store
 from barchan.cli.progress import progress
+from barchan.errors import InvalidSpec
 
 
 def pull(
@@ -61,7 +63,10 @@ def pull(
         auth_file: Docker's config file with the credentials. [default: ~/.docker/config.json]
     """
     if is_store(source):
+        given = {"user": user, "workdir": workdir, "env": env, "owner": owner, "mirror": mirror}
+        _refuse({**given, "plain-http": plain_http, "auth-file": auth_file}, f"a blob store ({source})")
         return pull_from_store(source, image, name, lazy=lazy, common=common)
+    _refuse({"image": image, "lazy": lazy}, f"anything but a blob store ({source})")
 
     from barchan.image.sources import RegistryOptions, Wishes
     from barchan.image.sources import pull as pull_image
@@ -104,6 +109,7 @@ def push(
         auth_file: Docker's config file with the credentials. [default: ~/.docker/config.json]
     """
     if is_store(destination):
+        _refuse({"zstd": zstd, "plain-http": plain_http, "auth-file": auth_file}, f"a blob store ({destination})")
         return push_to_store(image, destination, common)
 
     from barchan.image.export import push as push_image
@@ -126,6 +132,16 @@ def push(
     else:
         sys.stdout.write(f"{pushed.digest}  {human_bytes(pushed.blobs_bytes)} sent\n")
     return OK
+
+
+def _refuse(given: Mapping[str, object], where: str) -> None:
+    """Options that would do nothing.
+
+    Raises:
+        InvalidSpec: One of them was given.
+    """
+    if names := [f"--{name}" for name, value in given.items() if value]:
+        raise InvalidSpec(f"{', '.join(names)}: no option for {where} (try: without, see --help)")
 
 
 def _docker_config() -> Path:

@@ -22,6 +22,7 @@ from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.recipe import Recipe
 
 TICK_S = 1.0
+ASKING_MAX = 8  # a blob store may have to be asked for each image
 
 
 async def carry_out(
@@ -106,14 +107,26 @@ async def _tick(progress: Progress) -> None:
 
 async def _require_images(client: AsyncClient, tasks: Sequence[Task], template: str) -> None:
     """Better one line now than every rollout void."""
-    images = await client.images()
+    first: dict[str, Task] = {}
     for task in tasks:
-        wanted = _base(task.environment.recipe) or template
-        digest = wanted.removeprefix("sha256:")
-        if not any(image.name == wanted or (len(digest) >= 12 and image.digest.startswith(digest)) for image in images):
-            have = ", ".join(image.name for image in images if not image.name.startswith("prep-")) or "none"
-            build = "barchan image build debian" if wanted == "debian" else "barchan image list, --base or --template"
-            raise NotFound(f"task {task.task_id}: no image {wanted!r}; there are: {have} (try: {build})")
+        first.setdefault(_base(task.environment.recipe) or template, task)
+    turns = asyncio.Semaphore(ASKING_MAX)
+
+    async def require(name: str, task: Task) -> None:
+        async with turns:
+            try:
+                await client.image(name)
+            except NotFound as error:
+                have = str(error).partition(" (try: ")[0]
+                build = "barchan image build debian" if name == "debian" else "barchan image list, --base or --template"
+                raise NotFound(f"task {task.task_id}: {have} (try: {build})") from error
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for name, task in first.items():
+                group.create_task(require(name, task))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 def _base(recipe: Recipe | None) -> str:

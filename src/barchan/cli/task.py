@@ -122,7 +122,7 @@ def prepare_(
     found = asyncio.run(_prepare(chosen, common))
     ready = sum(item.ready for item in found)
     rows = [
-        [item.task_id, _yes(item.ready), ", ".join(item.images) or "-", f"{item.seconds:.1f}", item.why or "-"]
+        [item.task_id, _ready(item), ", ".join(item.images) or "-", f"{item.seconds:.1f}", item.why or "-"]
         for item in found
     ]
     print_table(("TASK", "READY", "IMAGES", "SECONDS", "WHY NOT"), rows, empty="no tasks")
@@ -183,6 +183,10 @@ def _admission_rows(found: Sequence[Admission]) -> list[list[str]]:
 
 def _rewards(given: Sequence[float | None]) -> str:
     return " ".join("void" if reward is None else f"{reward:g}" for reward in given) or "-"
+
+
+def _ready(item: Prepared) -> str:
+    return "yes; no oracle tests its verifier" if item.untested else _yes(item.ready)
 
 
 def _yes(is_so: bool) -> str:

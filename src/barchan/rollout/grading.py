@@ -127,26 +127,33 @@ async def _control(job: GradeJob, grading: Grading) -> Control:
     if not job.task.oracle:
         return Control(outcome="none")
     try:
-        return control_of(await _of_oracle(job, grading))
+        return control_of(await grade_oracle(grading, job.rollout_id))
     except TaskError as error:
         return Control(outcome="wrong", verdict=verdict_of_error(error, "grade"))
 
 
-async def _of_oracle(job: GradeJob, grading: Grading) -> Verdict:
-    """Play the oracle in a fresh environment, and grade what it leaves."""
-    task = job.task
-    async with job.sandboxes.opened("control", task.environment) as sandbox:
+async def grade_oracle(grading: Grading, rollout_id: str) -> Verdict:
+    """Play a task's oracle in a fresh environment, and grade what it leaves.
+
+    Args:
+        rollout_id: Names the artifact where that is an image, for as long as it is graded.
+
+    Raises:
+        BarchanError: What the platform or the task failed to do.
+    """
+    task = grading.task
+    async with grading.sandboxes.opened("control", task.environment) as sandbox:
         await start_services(sandbox, task.environment.services, NoLog())
         await put_oracle_files(sandbox, task)
         workspace, toolbox = Workspace(sandbox, task.limits.output_chars_max), Toolbox(task)
         for call in task.oracle:
             if (await toolbox.call(workspace, call, task.limits.call_s_max)).submits:
                 break
-        taken = await take(workspace, task, f"control-{job.rollout_id}")
+        taken = await take(workspace, task, f"control-{rollout_id}")
         if isinstance(taken, Evidence):
             return ungraded(taken, "completed")
         try:
             return await _once(grading, taken)
         finally:
             if taken.image:
-                await job.sandboxes.remove_image(taken.image)
+                await grading.sandboxes.remove_image(taken.image)

@@ -16,8 +16,12 @@ from barchan.sdk.build import build
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
-    """What became of one task. `images`: names of what its environment and its grader start from, made by recipes, and
-    of what its grader installs.
+    """What became of one task.
+
+    Attributes:
+        images: Names of what its environment and its grader start from, made by recipes, and of what its grader
+            installs.
+        untested: Over what its grader installs nothing known to be good was graded: the task has no oracle.
     """
 
     task_id: str
@@ -25,6 +29,7 @@ class Prepared(Struct, frozen=True, kw_only=True):
     images: tuple[str, ...] = ()
     seconds: float = 0.0
     why: str = ""
+    untested: bool = False
 
 
 async def prepare_all(
@@ -46,7 +51,7 @@ async def prepare_all(
     async def one(task: Task) -> Prepared:
         nonlocal done
         async with turns:
-            began, why, images = time.monotonic(), "", list[str]()
+            began, why, images, untested = time.monotonic(), "", list[str](), False
             try:
                 for recipe in recipes_of(task):
                     images.append(await build(client, recipe, progress=lambda said: _tell(task, said)))
@@ -54,6 +59,7 @@ async def prepare_all(
                     _tell(task, "running the verifier for what it installs")
                 if (kept := await prepare_verifier(client, task, run_id, template)) is not None:
                     images.append(kept)
+                    untested = not task.oracle
             except BarchanError as error:
                 why = str(error)
             done += 1
@@ -63,6 +69,7 @@ async def prepare_all(
                 images=tuple(images),
                 seconds=round(time.monotonic() - began, 3),
                 why=why,
+                untested=untested,
             )
 
     def _tell(task: Task, said: str) -> None:

@@ -135,6 +135,14 @@ class Sandboxes:
         except BarchanError as error:
             self.note(f"kill of the {role}'s sandbox failed", error)
 
+    async def has_image(self, name: str) -> bool:
+        """Whether the node has an image of that name."""
+        try:
+            await self._client.image(name)
+        except NotFound:
+            return False
+        return True
+
     async def remove_image(self, name: str) -> None:
         """Remove an image that held an artifact. As with `end`, a failure is noted."""
         try:

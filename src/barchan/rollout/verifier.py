@@ -2,7 +2,7 @@
 
 The command runs once in a fresh sandbox of the task's environment, with its network; the reward that it gives there is
 of no interest. What it has written, but for rewards, logs and the grader's own files, becomes an image that grading
-finds by its name.
+finds by its name, once what the task's oracle leaves behind was graded over it.
 """
 
 import posixpath
@@ -15,6 +15,7 @@ from barchan.rollout.graders.base import Grading
 from barchan.rollout.graders.placing import clear
 from barchan.rollout.graders.prepared import image_name
 from barchan.rollout.graders.script import ScriptGrading
+from barchan.rollout.grading import grade_oracle
 from barchan.rollout.ports import NoLog, Sandbox
 from barchan.rollout.sandboxes import Sandboxes, SandboxesState
 from barchan.rollout.settings import RunSettings
@@ -32,8 +33,8 @@ async def prepare_verifier(client: AsyncClient, task: Task, run_id: str, templat
         template: The image of a task without one of its own.
 
     Raises:
-        TaskError: The command ran out of time, or gives no reward over what it has installed, without a network.
-            Nothing is kept then.
+        TaskError: The command ran out of time. Or over what it has installed, without a network, it gives no reward, or
+            less than 1 to what the oracle has made. Nothing is kept then.
     """
     spec = task.grader
     if not isinstance(spec, ScriptGrader) or not spec.installs:
@@ -48,7 +49,7 @@ async def prepare_verifier(client: AsyncClient, task: Task, run_id: str, templat
         root="capable",
     )
     name = image_name(spec, await sandboxes.template(environment))
-    if any(image.name == name for image in await client.images()):
+    if await sandboxes.has_image(name):
         return name
     grading = Grading(task=task, settings=settings, sandboxes=sandboxes, log=NoLog())
     grader = ScriptGrading(spec)
@@ -57,10 +58,14 @@ async def prepare_verifier(client: AsyncClient, task: Task, run_id: str, templat
         await _clean(sandbox, spec)
         await sandbox.snapshot(name)
     try:
-        verdict = await grader.grade(grading, nothing(task))
-        if verdict.reward is None:
+        if task.oracle:
+            verdict = await grade_oracle(grading, f"{run_id}-{task.task_id}")
+        else:
+            verdict = await grader.grade(grading, nothing(task))
+        if verdict.reward is None or (task.oracle and verdict.reward < 1):
             told = "; ".join(f"{item.source}: {item.fact}: {item.value}" for item in verdict.evidence)
-            raise TaskError(f"over what its verifier installs, and without a network, it gives no reward: {told}")
+            gives = "no reward" if verdict.reward is None else f"the oracle {verdict.reward:g}"
+            raise TaskError(f"over what its verifier installs, and without a network, it gives {gives}: {told}")
     except BaseException:
         await sandboxes.remove_image(name)
         raise

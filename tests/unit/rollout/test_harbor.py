@@ -279,6 +279,31 @@ def test_what_is_refused_by_its_file(make: Make, files: dict[str, str | None], n
     assert str(refused.value).startswith(f"{folder / name}: ") and why in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["task.toml", "instruction.md", "tests", "tests/test.sh", "solution", "solution/solve.sh", "environment",
+     "environment/Dockerfile", "environment/.dockerignore"],
+)  # fmt: skip
+def test_links_out_of_a_folder(make: Make, tmp_path: Path, name: str) -> None:
+    """A task folder of somebody else's brings nothing but its own files; one may link to another of them."""
+    folder = make()
+    elsewhere = tmp_path / "secret"
+    if (folder / name).is_dir():
+        (folder / name).rename(elsewhere)
+    else:
+        elsewhere.write_text(CONFIG)
+        (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(elsewhere)
+    with pytest.raises(TaskError, match="leads out of the task's folder") as refused:
+        load_harbor(folder)
+    assert refused.value.details["file"] == str(folder / name)
+    (folder / name).unlink()
+    elsewhere.rename(folder / "own")
+    (folder / name).symlink_to(folder / "own")
+    if name in ("task.toml", "instruction.md", "tests", "tests/test.sh", "solution", "environment"):
+        load_harbor(folder)
+
+
 def test_a_folder_without_its_file(make: Make, tmp_path: Path) -> None:
     """A folder that is a task but for `task.toml` is not passed over; one without any task is an error, too."""
     folder = make()

@@ -80,6 +80,8 @@ class ScriptGrading:
         environment = grading.task.environment
         base = await grading.sandboxes.template(replace(environment, recipe=spec.recipe or environment.recipe))
         name = await asyncio.to_thread(image_name, spec, base)
+        if not await grading.sandboxes.has_image(name):
+            return await self._fresh(grading, artifact)
         offline = ScriptGrading(replace(spec, env={**OFFLINE, **spec.env}))
         is_made = False
         try:

@@ -1,6 +1,7 @@
 """Harbor task folders as tasks. What of the format is supported, and what is refused: docs/rollouts.md."""
 
 import ipaddress
+import os
 import posixpath
 import re
 import shlex
@@ -41,6 +42,18 @@ ARTIFACTS = "/logs/artifacts"
 LOGS = ("/logs/agent", "/logs/verifier", ARTIFACTS)
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 PARTS = ("instruction.md", "environment", "tests", "solution")
+# What is read of a folder here. What else lies in one that is sent is checked then: its links must stay in it.
+READ = (
+    CONFIG,
+    *PARTS,
+    "tests/test.sh",
+    "solution/solve.sh",
+    *(
+        f"{folder}/{name}"
+        for folder in ("environment", "tests")
+        for name in ("Dockerfile", "Dockerfile.dockerignore", ".dockerignore")
+    ),
+)
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([GMK])", re.IGNORECASE)
 # What a script says that fetches something: an installer, or a program that reads from an address.
@@ -96,6 +109,9 @@ class _Folder:
         self._variables = variables
         self._build_network: Network = build_network
         self._base_config = base_config
+        for name in READ:
+            if not Path(os.path.realpath(self._path / name)).is_relative_to(os.path.realpath(self._path)):
+                raise task_error(self._path / name, "", "leads out of the task's folder")
         self._config: Config = read_config(self._path)
 
     def task(self) -> Task:
