@@ -41,6 +41,7 @@ from barchan.image.registry_rules import (
     SILENCE_S_MAX,
     Again,
     Retries,
+    is_address,
     is_loopback,
     read_bounded,
     retry_after_s,
@@ -76,8 +77,11 @@ class Registry:
     ) -> None:
         try:
             self._origin = URL(f"{'http' if plain_http or is_loopback(host) else 'https'}://{host}")
+            usable = is_address(self._origin)
         except ValueError:
-            raise InvalidSpec(f"{host!r} is no HOST[:PORT] of a registry") from None
+            usable = False
+        if not usable:
+            raise InvalidSpec(f"{host!r} is no HOST[:PORT] of a registry")
         self.host = host
         self._session = session
         self._credentials = credentials
@@ -133,21 +137,24 @@ class Registry:
 
             response = await self._retried(attempt, what)
             skip = _missing_bytes(response, position, what)
-            mark, mark_s = position, monotonic()
+            came, mark_s = 0, monotonic()  # what is had already counts, too
             try:
                 async with response:
                     async for chunk in response.content.iter_chunked(READ_BYTES):
+                        came += len(chunk)
                         wanted, skip = chunk[skip:], max(0, skip - len(chunk))
                         position += len(wanted)
                         if position > blob.size:
                             raise BlobCorrupt(f"{what} has more than the {blob.size} bytes that its manifest says")
                         if wanted:
                             yield wanted
-                        if position - mark >= PROGRESS_BYTES:
-                            mark, mark_s = position, monotonic()
+                        if came >= PROGRESS_BYTES:
+                            came, mark_s = 0, monotonic()
                         elif monotonic() - mark_s > PROGRESS_S_MAX:
                             raise TimeoutError
             except FAILURES as error:
+                if position == blob.size:
+                    return  # only the end of the answer is missing
                 failures = 1 if position - failed_at >= PROGRESS_BYTES else failures + 1
                 failed_at = position
                 if failures >= self._retries.attempts:
@@ -202,12 +209,13 @@ class Registry:
 
     async def _upload(self, repository: str, path: Path, blob: Descriptor, what: str) -> None:
         location, part_bytes = await self._start_upload(repository, what)
-        position = failures = 0
+        position = failures = most = 0
         while position < blob.size:
             data = await asyncio.to_thread(_part, path, position, part_bytes)
             try:
                 location, position = await self._patch(repository, location, position, data, what)
-                failures = 0
+                if position > most:  # and not again and again what the registry forgets
+                    most, failures = position, 0
             except Again as again:
                 failures += 1
                 if failures == self._retries.attempts:
@@ -271,7 +279,7 @@ class Registry:
     def _target(base: URL, value: str, what: str) -> URL:
         try:
             target = base.join(URL(value, encoded=True))
-            usable = target.scheme in ("http", "https") and bool(target.host)
+            usable = is_address(target)
         except ValueError:
             usable = False
         if not usable:
@@ -389,7 +397,7 @@ class Registry:
         """Where tokens are had; it gets our credentials, so it must be at least as well protected as the registry."""
         try:
             realm = URL(challenge.parameters.get("realm", ""))
-            usable = realm.scheme in ("http", "https") and bool(realm.host)
+            usable = is_address(realm)
         except ValueError:
             usable = False
         if not usable:

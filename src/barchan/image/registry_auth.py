@@ -1,7 +1,6 @@
 """Who a registry takes us for: the credentials in Docker's config file, and the challenges that ask for them."""
 
 import base64
-import binascii
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -68,7 +67,7 @@ def read_credentials(path: Path, host: str) -> Credentials | None:
         config = msgspec.json.decode(data, type=_DockerConfig)
         entry = next((entry for key, entry in (config.auths or {}).items() if _host_of(key) == host), None)
         return _credentials(entry) if entry is not None else None
-    except (msgspec.MsgspecError, UnicodeDecodeError, binascii.Error):
+    except (msgspec.MsgspecError, ValueError):  # of the encodings, too
         raise InvalidSpec(f"the credentials in {path} can't be read: it is no config file of Docker's") from None
 
 

@@ -8,6 +8,7 @@ from email.utils import parsedate_to_datetime
 from time import time
 
 import aiohttp
+from yarl import URL
 
 from barchan.errors import BarchanError, BlobCorrupt
 
@@ -53,6 +54,12 @@ def is_loopback(host: str) -> bool:
         return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_address(url: URL) -> bool:
+    """Whether it is one of HTTP, with a host that can be looked up."""
+    labels = (url.raw_host or "").removesuffix(".").split(".")
+    return url.scheme in ("http", "https") and all(label.isascii() and 0 < len(label) < 64 for label in labels)
 
 
 def new_session() -> aiohttp.ClientSession:

@@ -22,7 +22,7 @@ from barchan.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from barchan.image import sources
+from barchan.image import registry, sources
 from barchan.image.oci import Descriptor, sha256
 from barchan.image.registry import Registry
 from barchan.image.registry_auth import Credentials, parse_challenge, read_credentials
@@ -125,6 +125,57 @@ async def test_a_blob_that_is_cut_goes_on_where_it_was(server: Server, open_regi
         assert len(server.headers) == 3
         assert "Range" not in server.headers[0]
         assert all("Range" in headers for headers in server.headers[1:])
+
+
+async def test_a_cut_after_the_last_byte_is_none(server: Server, open_registry: OpenRegistry) -> None:
+    """Nothing is left to ask for: a registry would have no answer to that."""
+
+    async def cutting(request: web.Request) -> web.StreamResponse:
+        if "Range" in request.headers:
+            return web.Response(status=416)
+        response = web.StreamResponse()
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        await response.write(DATA)
+        await asyncio.sleep(0.05)
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    server.handler = cutting
+    assert await fetched(open_registry()) == DATA
+    assert len(server.seen) == 1
+
+
+async def test_bytes_that_come_again_are_progress(
+    server: Server, open_registry: OpenRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server without ranges sends all of them before the first new one, and may take its time for each part."""
+    monkeypatch.setattr(registry, "PROGRESS_BYTES", 1000)
+    monkeypatch.setattr(registry, "PROGRESS_S_MAX", 0.4)
+    whole = False
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        nonlocal whole
+        response = web.StreamResponse()
+        response.content_length = len(DATA)
+        await response.prepare(request)
+        part = len(DATA) // 8
+        for number in range(8):
+            await response.write(DATA[part * number : part * (number + 1)])
+            if number == 6 and not whole:
+                await asyncio.sleep(0.05)
+                whole = True
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if "Range" in request.headers:
+                await asyncio.sleep(0.1)
+        return response
+
+    server.handler = slow
+    assert await fetched(open_registry()) == DATA
+    assert len(server.seen) == 2
 
 
 async def test_a_blob_that_is_cut_without_end_is_given_up(server: Server, open_registry: OpenRegistry) -> None:
@@ -321,7 +372,12 @@ async def test_a_redirect_takes_no_authorization_along(
     assert "Authorization" not in other.headers[0]
 
 
-@pytest.mark.parametrize("location", ["", "ftp://x/", "file:///etc/passwd", "/loop", "http://", "http://[::bad/"])
+LONG_LABEL = f"http://{'x' * 64}.example/"  # no name server can be asked for it
+
+
+@pytest.mark.parametrize(
+    "location", ["", "ftp://x/", "file:///etc/passwd", "/loop", "http://", "http://[::bad/", LONG_LABEL]
+)
 async def test_redirects_to_nowhere_are_refused(server: Server, open_registry: OpenRegistry, location: str) -> None:
     """Neither other protocols nor circles are followed."""
 
@@ -405,6 +461,34 @@ async def test_an_upload_goes_on_after_a_cut(server: Server, open_registry: Open
     assert sum(seen.startswith("POST") for seen in server.seen) == 2
 
 
+async def test_an_upload_that_the_registry_forgets_again_and_again_ends(
+    server: Server, open_registry: OpenRegistry, tmp_path: Path
+) -> None:
+    """A part that was taken and is gone is no progress."""
+    data = DATA * 20
+    (tmp_path / "blob").write_bytes(data)
+    parts = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal parts
+        here = {"Location": "/upload"}
+        if request.method == "HEAD":
+            return web.Response(status=404)
+        if request.method == "GET":
+            return web.Response(status=204, headers={**here, "Range": "0-0"})
+        if request.method == "PATCH":
+            async for _ in request.content.iter_any():
+                pass
+            parts += 1
+            assert parts < 100
+            return web.Response(status=202 if parts % 2 else 500, headers=here)
+        return web.Response(status=202, headers=here)
+
+    server.handler = answer
+    with pytest.raises(TransportError, match="status 500"):
+        await open_registry().upload("a/b", tmp_path / "blob", Descriptor("x", sha256(data), len(data)))
+
+
 async def test_a_registry_that_fails_in_a_layer_is_not_called_corrupt(
     server: Server, other: Server, tmp_path: Path
 ) -> None:
@@ -482,10 +566,19 @@ def test_credentials_come_from_docker_s_file(tmp_path: Path) -> None:
     assert read_credentials(path, "other") is None
     assert read_credentials(tmp_path / "none", "h.x") is None
     assert "secret" not in repr(Credentials("me", "secret"))
-    path.write_text('{"auths": {"h.x": {"auth": "secret!"}}}')
-    with pytest.raises(InvalidSpec, match="no config file of Docker's") as caught:
-        read_credentials(path, "h.x")
-    assert "secret" not in str(caught.value)
+    for damaged in ("secret!", "secr\u00e9t", base64.b64encode(b"secret\xff").decode()):
+        path.write_text(json.dumps({"auths": {"h.x": {"auth": damaged}}}))
+        with pytest.raises(InvalidSpec, match="no config file of Docker's") as caught:
+            read_credentials(path, "h.x")
+        assert "secr" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", [f"{'x' * 64}.example", "a..b", "h:99999999"])
+async def test_a_host_that_is_none_is_said(host: str) -> None:
+    """Before anything is sent."""
+    async with new_session() as session:
+        with pytest.raises(InvalidSpec, match="is no HOST"):
+            Registry(host, session)
 
 
 def test_only_loopback_is_without_tls() -> None:
