@@ -89,19 +89,21 @@ def _unreadable(source: Path, error: OSError) -> InvalidSpec:
     return InvalidSpec(f"can't read {error.filename or source}: {error.strerror or error}")
 
 
-def _entries(source: Path, without: tuple[str, ...]) -> Iterator[tuple[str, Path, os.stat_result]]:
-    """A file, followed if it is a link; or what is in a folder, in an order of its own, with paths relative to it."""
+def _entries(source: Path, without: tuple[str, ...]) -> Iterator[tuple[str, str, os.stat_result]]:
+    """A file, followed if it is a link; or what is in a folder, in an order of its own: relative path, path, kind."""
     if not source.is_dir():
-        yield ".", source, source.stat()
+        yield ".", str(source), source.stat()
         return
-    left = set(without)
+    left = {os.path.join(source, name) for name in without}
+    start = len(os.path.join(source, ""))
     for top, folders, names in os.walk(source, onerror=_raise):
-        folders[:] = sorted(name for name in folders if Path(top, name).relative_to(source).as_posix() not in left)
+        if left:
+            folders[:] = [name for name in folders if os.path.join(top, name) not in left]
+        folders.sort()
         for name in sorted([*folders, *names]):
-            path = Path(top, name)
-            relative = path.relative_to(source).as_posix()
-            if relative not in left:
-                yield relative, path, path.lstat()
+            path = os.path.join(top, name)
+            if path not in left:
+                yield path[start:], path, os.lstat(path)
 
 
 def _raise(error: OSError) -> None:
@@ -113,7 +115,7 @@ def _described(source: Path, without: tuple[str, ...]) -> Iterator[bytes]:
         yield _entry(os.fsencode(relative), found)
         if stat.S_ISLNK(found.st_mode):
             target = os.readlink(path)
-            check_link(path, relative, target)
+            check_link(Path(path), relative, target)
             yield os.fsencode(target) + b"\0"
         elif stat.S_ISREG(found.st_mode):
             yield _content(path)
@@ -125,9 +127,9 @@ def _entry(name: bytes, found: os.stat_result) -> bytes:
     return b"%b\0%o\0" % (name, found.st_mode)
 
 
-def _content(path: Path) -> bytes:
+def _content(path: str) -> bytes:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
     return digest.digest()
