@@ -190,6 +190,24 @@ async def test_what_a_live_sandbox_is_made_of_outlives_its_image(
         await client.remove_image("mine")
 
 
+async def test_a_node_started_again_keeps_what_its_sandboxes_are_made_of(
+    node: NodeProcess, store: ImageStore, base: Template
+) -> None:
+    """Those that it took over, too: what the node before it noted counts until they have ended."""
+    async with barchan.connect_async(f"unix://{node.socket}") as client:
+        async with await client.create("debian") as maker:
+            (await maker.exec("echo x > /home/agent/x")).check()
+            (own, *_) = (await maker.snapshot("mine")).layers
+        async with await client.create("mine") as sandbox:
+            node.kill()
+            node.start()
+            await asyncio.to_thread(store.remove, "mine")
+            image = await sandbox.snapshot("later")
+            assert own in image.layers
+            await client.remove_image("later")
+        await gone(store, own)
+
+
 async def gone(store: ImageStore, digest: str) -> None:
     """Wait until a layer has gone: nodes look every second."""
     for _ in range(100):

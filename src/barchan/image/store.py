@@ -283,11 +283,10 @@ class ImageStore:
 
     def settle(self) -> bool:
         """Remove layers that nothing needs any more. False: there were none in doubt."""
-        with suppress(FileNotFoundError):
-            if any(self._doubtful.iterdir()):
-                with self._locked():  # which does it
-                    return True
-        return False
+        if not (self._doubtful.exists() and any(self._doubtful.iterdir())):
+            return False
+        with self._locked():  # which does it
+            return True
 
     def collect(self, asked: GcRequest, busy: Collection[str] = ()) -> GcReport:
         """Remove the layers that no template names, then images by the rules of `image.gc`.

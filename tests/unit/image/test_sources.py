@@ -95,6 +95,17 @@ async def test_known_layers_are_not_read_again(tmp_path: Path, store: ImageStore
     assert (await pull(store, f"oci:{layout.path}")).layers == made.layers
 
 
+async def test_a_known_layer_that_is_damaged_is_read_again(tmp_path: Path, store: ImageStore) -> None:
+    """A pull mends it, whatever other images stand on it."""
+    layout = Layout(tmp_path / "layout", ONE, TWO)
+    made = await pull(store, f"oci:{layout.path}", name="mine")
+    path = store.layer_path(made.layers[0])
+    right = path.read_bytes()
+    path.write_bytes(right[:-1])
+    assert (await pull(store, f"oci:{layout.path}", name="other")).layers == made.layers
+    assert path.read_bytes() == right
+
+
 async def test_layers_packed_in_any_way_are_read(tmp_path: Path, store: ImageStore) -> None:
     """gzip in several members, zstd in several frames, plain: by what the bytes are, not by what they are called."""
     zstandard = pytest.importorskip("zstandard")
