@@ -26,7 +26,7 @@ async def snapshot(sandboxes: Sandboxes, live: Live, asked: SnapshotRequest) -> 
 
     Raises:
         InvalidSpec: The wish itself.
-        NotFound: The image that the sandbox was made of was removed, and its layers with it.
+        NotFound: A layer that the sandbox was made of is not in the store any more.
         CapacityError: No room on a disk. GuestWrecked: The guest's files can't be a layer.
 
     Cancellation: Nothing is left, but an image that was asked for by name may have been made.
