@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,11 +13,13 @@ import pytest
 from msgspec.structs import replace
 
 import barchan
-from barchan.errors import InvalidSpec, NotFound, TaskError
+from barchan.errors import CapacityError, InvalidSpec, NotFound, TaskError
+from barchan.model.sandbox import SandboxSpec
 from barchan.sdk.aio.client import AsyncClient
+from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.build import PREFIX, build
 from barchan.sdk.dockerfile import load_dockerfile
-from barchan.sdk.recipe import Put, Recipe, Run
+from barchan.sdk.recipe import Put, Recipe, Run, Take
 from tests.nodes import NodeProcess
 from tests.stores import node_of_its_own
 
@@ -181,6 +183,26 @@ async def test_a_source_that_changes_on_the_way(client: AsyncClient, tmp_path: P
     with pytest.raises(TaskError, match=r"step 1 of 1, put /file: .* was changed while it was being sent"):
         await build(client, recipe, progress=lambda said: (tmp_path / "file").write_text("two") and None)
     assert await left(client) == []
+
+
+async def test_files_of_another_image_wait_for_room(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the build itself does: the node is full for a moment when the image that they are in needs a sandbox."""
+    tries: list[str] = []
+
+    async def create(
+        spec: SandboxSpec, *, real: Callable[..., Awaitable[AsyncSandbox]] = client.create
+    ) -> AsyncSandbox:
+        tries.append(spec.create_id)
+        if len(tries) in (1, 3):
+            raise CapacityError("no room now", retry_after_ms=1)
+        return await real(spec)
+
+    monkeypatch.setattr(client, "create", create)
+    take = Take(image="debian", source="/etc/debian_version", path="/v")
+    image = await build(client, Recipe(base="debian", steps=(take,)))
+    assert len(tries) == 4 and tries[0] == tries[1] != tries[2] == tries[3]
+    monkeypatch.undo()
+    assert await read(client, image, "cmp /v /etc/debian_version") == ""
 
 
 async def test_what_counts_as_added(client: AsyncClient) -> None:

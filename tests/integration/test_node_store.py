@@ -14,6 +14,7 @@ import pytest
 import barchan
 from barchan.cli.common import Common
 from barchan.cli.image_build import base_config
+from barchan.cli.rollout_run import _require_images
 from barchan.errors import BlobCorrupt, BlobUnavailable, Conflict, InvalidSpec, NotFound
 from barchan.image.blobs import BlobStore
 from barchan.image.remote import pull, push
@@ -21,6 +22,7 @@ from barchan.image.store import ImageStore
 from barchan.model.image import BUILT_PREFIX
 from barchan.model.sandbox import SandboxSpec
 from barchan.node.images import NodeImages
+from barchan.rollout.task import ScriptGrader, Task
 from barchan.sdk.build import build
 from barchan.sdk.endpoint import endpoint_of, store_url
 from barchan.sdk.recipe import Recipe, Run, Take
@@ -101,9 +103,11 @@ def test_a_node_makes_sandboxes_of_images_from_its_store(node: NodeProcess, push
 
 
 @pytest.mark.requires("userns", "mkfs.btrfs")
-async def test_recipes_go_on_from_images_of_the_store(node: NodeProcess, pushed: Path, tmp_path: Path) -> None:
-    """Their base, their layers and what they take from: none of it was on the node before. The command line, too."""
-    for name in ("base", "layer", "taken"):
+async def test_recipes_go_on_from_images_of_the_store(node: NodeProcess, pushed: Path) -> None:
+    """Their base, their layers and what they take from: none of it was on the node before. What the command line knows
+    of bases comes from there, too.
+    """
+    for name in ("base", "layer", "taken", "wanted"):
         shutil.copy(pushed / "images/debian.json", pushed / f"images/{name}.json")
     recipe = Recipe(
         base="base",
@@ -117,7 +121,10 @@ async def test_recipes_go_on_from_images_of_the_store(node: NodeProcess, pushed:
         assert (await client.image("sha256:" + built.digest[:20])).name == built.name
         with pytest.raises(NotFound, match=r"no image 'nowhere' to build on here, nor in file:.*--base nowhere=NAME"):
             await build(client, Recipe(base="nowhere"))
-    (tmp_path / "Dockerfile").write_text("FROM elsewhere\nRUN true\n")
+        task = Task(task_id="t", instruction="", grader=ScriptGrader(command="true"))
+        await _require_images(client, [task], "wanted")
+        with pytest.raises(NotFound, match=r"task t: no image 'nowhere' here, nor in"):
+            await _require_images(client, [task], "nowhere")
     config = base_config(Common(state_dir=node.state_dir))("elsewhere")
     assert config is not None and (config.user, config.env["LANG"]) == ("root", "C.UTF-8")
     assert base_config(Common(state_dir=node.state_dir))("nowhere") is None
