@@ -20,7 +20,11 @@ from barchan.image.blobs import BlobStore
 from barchan.image.compose import config_of
 from barchan.image.remote import fetch, push
 from barchan.image.store import ImageStore
-from barchan.image.template import Template
+from barchan.image.template import Layer, Template
+from barchan.rollout.artifact import take
+from barchan.rollout.task import DiffArtifact, ScriptGrader, Task
+from barchan.rollout.tools import Workspace
+from barchan.rollout.verdict import verdict_of_error
 from tests.nodes import NodeProcess
 from tests.stores import node_of_its_own
 
@@ -206,6 +210,21 @@ async def test_a_node_started_again_keeps_what_its_sandboxes_are_made_of(
             assert own in image.layers
             await client.remove_image("later")
         await gone(store, own)
+
+
+async def test_a_layer_that_is_lost_makes_no_zero(client: AsyncClient, store: ImageStore, base: Template) -> None:
+    """An attempt's diff can't be kept then, and that is nothing that a policy can have done: void, for the image."""
+    async with await client.create("debian") as maker:
+        (await maker.exec("echo x > /home/agent/x")).check()
+        (own, *_) = (await maker.snapshot("mine")).layers
+    task = Task(task_id="t", instruction="", grader=ScriptGrader(command="true"), artifact=DiffArtifact())
+    async with await client.create("mine") as sandbox:
+        store.layer_path(Layer(own, "erofs")).unlink()
+        with pytest.raises(NotFound) as raised:
+            await take(Workspace(sandbox, 1000), task, "artifact-test")
+    verdict = verdict_of_error(raised.value, "exec")
+    assert (verdict.status, verdict.cause) == ("void", "image")
+    await client.remove_image("mine")
 
 
 async def gone(store: ImageStore, digest: str) -> None:
