@@ -1,6 +1,7 @@
 """Images in blob stores: there and back, through a directory and a real HTTP server; killed, cut and corrupted."""
 
 import asyncio
+import functools
 import hashlib
 import os
 import random
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ from barchan.errors import (
 )
 from barchan.image.blobs import BlobStore
 from barchan.image.hot import merge_hot, read_hot, write_hot
+from barchan.image.pack import pack_tree
 from barchan.image.remote import fetch, pull, push
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.stored import read_chunks, read_lazy
@@ -43,11 +46,17 @@ def quiet(what: str, done: int, total: int) -> None:
     """No progress is shown."""
 
 
+@functools.cache
 def content(seed: int, mib: int = 3) -> bytes:
-    """A layer's bytes: some shrink, some do not, some are zeros."""
+    """A layer's bytes: some shrink, some do not."""
     words = random.Random(seed)
-    parts = [words.randbytes(MIB // 4), b"%d lines\n" % seed * (MIB // 32), bytes(MIB // 2)]
-    return b"".join(part for _ in range(mib) for part in parts) + b"end %d" % seed
+    parts = [words.randbytes(MIB // 4), b"%d lines\n" % seed * (MIB // 32)]
+    with tempfile.TemporaryDirectory() as folder:
+        tree, packed = Path(folder, "tree"), Path(folder, "packed")
+        tree.mkdir()
+        (tree / "data").write_bytes(b"".join(part for _ in range(mib) for part in parts) + b"end %d" % seed)
+        pack_tree(tree, packed, mtime_unix_s=seed)
+        return packed.read_bytes()
 
 
 def commit(images: ImageStore, name: str, *layers: bytes, **config: object) -> Template:
@@ -131,7 +140,6 @@ async def test_an_image_goes_there_and_comes_back(
     assert (whole.user, whole.workdir, whole.env, whole.cmd) == ("agent", "/w", {"A": "2", "B": "1"}, ("sh",))
     assert [other.layer_path(layer).read_bytes() for layer in whole.layers] == [upper, lower]
     assert layers_of(other) == {f"{layer.digest}.erofs" for layer in made.layers}
-    assert other.layer_path(whole.layers[0]).stat().st_blocks * 512 < len(upper) * 0.8
 
 
 async def test_pushing_again_sends_nothing(images: ImageStore, other: ImageStore, root: Path) -> None:
@@ -384,14 +392,14 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("after_lines", [1, 3, 9])
+@pytest.mark.parametrize("after_lines", [1, 3, 4])
 @pytest.mark.parametrize("what", ["push", "pull"])
 async def test_a_killed_transfer_leaves_only_what_nobody_sees(
     images: ImageStore, other: ImageStore, root: Path, what: str, after_lines: int
 ) -> None:
     """Killed anywhere, a push has named nothing that is not whole, a pull nothing at all; the next one succeeds."""
     store = BlobStore.open(os.fspath(root))
-    made = commit(images, "one", content(1, 40), content(2, 10))
+    made = commit(images, "one", content(1, 100), content(2, 40))
     if what == "pull":
         await push(images, "one", store, quiet)
     place = images if what == "push" else other

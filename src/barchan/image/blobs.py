@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +34,7 @@ from barchan.errors import (
 )
 
 if TYPE_CHECKING:
+    from obstore import GetResult
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 SCHEMES = ("file", "s3", "gs", "az", "http", "https")
@@ -45,8 +46,8 @@ REQUESTS_AT_ONCE = 32  # of one store in one process; more wait
 PART_BYTES = 8 << 20
 PARTS_AT_ONCE = 4
 KEYS_MAX = 100_000
-_COALESCE_BYTES = 32 << 10  # unwanted bytes that cost less than one more request
 _COPY_BYTES = 1 << 20
+_PIECE_BYTES = 256 << 10
 _NO_ROOM_MS = 60_000
 
 T = TypeVar("T")
@@ -126,10 +127,11 @@ class BlobStore:
 
         def whole() -> bytes:
             result = self._store().get(key)
-            if result.meta["size"] > bytes_max:
-                size = result.meta["size"]
+            size = result.meta["size"]
+            data = _collected(result, bytes_max) if size <= bytes_max else None
+            if data is None:
                 raise BlobCorrupt(f"{key} in {self.url} has {size} bytes, and no such blob more than {bytes_max}")
-            return bytes(result.bytes())
+            return data
 
         return await self._ask(key, whole)
 
@@ -137,20 +139,14 @@ class BlobStore:
         """Bytes `start` up to `end` of a blob, all of them. Raises as `get`; `BlobCorrupt`: the blob ends before."""
 
         def ranged() -> bytes:
-            return bytes(self._store().get_range(key, start=start, end=end))
+            data = _collected(self._store().get(key, options={"range": (start, end)}), end - start)
+            if data is None:
+                raise BlobCorrupt(f"{key} in {self.url}: the store gives more than the {end - start} bytes asked for")
+            if len(data) < end - start:
+                raise BlobCorrupt(f"{key} in {self.url} ends at {start + len(data)}, before byte {end}")
+            return data
 
-        return self._whole_range(key, start, end, await self._ask(key, ranged))
-
-    async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Several ranges of a blob, in as few requests as is sensible. Raises as `get_range`."""
-
-        def ranged() -> list[bytes]:
-            starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
-            found = self._store().get_ranges(key, starts=starts, ends=ends, coalesce=_COALESCE_BYTES)
-            return [bytes(piece) for piece in found]
-
-        found = await self._ask(key, ranged)
-        return [self._whole_range(key, *range_, piece) for range_, piece in zip(ranges, found, strict=True)]
+        return await self._ask(key, ranged)
 
     async def size(self, key: str) -> int | None:
         """Bytes of a blob; None: there is none."""
@@ -236,11 +232,6 @@ class BlobStore:
             self._opened = _obstore().store.LocalStore(self._root)
         return self._opened
 
-    def _whole_range(self, key: str, start: int, end: int, found: bytes) -> bytes:
-        if len(found) != end - start:
-            raise BlobCorrupt(f"{key} in {self.url} ends at {start + len(found)}, before byte {end}")
-        return found
-
     async def _ask(self, key: str, operation: Callable[[], T], *, bounded: bool = True) -> T:
         """Do it in a thread; the one place where a store's errors become ours. Given up, it ends by its own time-out.
 
@@ -316,6 +307,16 @@ def _obstore() -> ModuleType:
     except ImportError as error:
         raise RequirementMissing("blob stores need obstore: pip install 'barchan[images]'") from error
     return obstore
+
+
+def _collected(result: "GetResult", bytes_max: int) -> bytes | None:
+    """What a store sends; None if it is more than that, of which no more is taken."""
+    data = bytearray()
+    for piece in result.stream(min_chunk_size=_PIECE_BYTES):
+        data += piece
+        if len(data) > bytes_max:
+            return None
+    return bytes(data)
 
 
 def _local_path(url: str) -> Path | None:

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple, NoReturn
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from barchan.errors import BlobCorrupt, RequirementMissing
 
@@ -33,6 +33,7 @@ LAYER_BYTES_MAX = 64 << 30
 CHUNKS_MAX = 1 << 20
 INDEX_BYTES_MAX = 48 << 20  # 36 bytes a chunk, and some
 FIRST_BYTES_MAX = 256 << 20
+FIRST_RANGES_MAX = 16
 THREADS = 4
 _LEVEL = 3
 _BATCH_BYTES = 4 << 20  # work for one thread at a time: long enough that handing it over costs nothing
@@ -51,7 +52,7 @@ class _IndexForm(Struct, frozen=True, forbid_unknown_fields=True):
     layer: str
     raw_bytes: int
     chunk_bytes: int
-    first: tuple[tuple[int, int], ...]
+    first: Annotated[tuple[tuple[int, int], ...], Meta(max_length=FIRST_RANGES_MAX)]
     lengths: bytes
     hashes: bytes
 
@@ -94,6 +95,10 @@ class ChunkIndex:
     def sha256(self, chunk: int) -> bytes:
         """Of the raw chunk."""
         return self._hashes[chunk * _HASH_BYTES : (chunk + 1) * _HASH_BYTES]
+
+    def describes(self, other: "ChunkIndex") -> bool:
+        """Whether both say the same of the raw bytes; they may be stored differently."""
+        return (self.raw_bytes, self.chunk_bytes, self._hashes) == (other.raw_bytes, other.chunk_bytes, other._hashes)
 
     def size(self, chunk: int) -> int:
         """Raw bytes of a chunk."""
@@ -145,8 +150,13 @@ def _check(digest: str, form: _IndexForm) -> None:
         stored = length & ~_AS_IT_IS
         if stored > raw or (length & _AS_IT_IS and stored != raw):
             _refuse(digest, f"chunk {chunk} of {raw} bytes is said to be stored as {stored}")
-    if any(not 0 <= start < end <= form.raw_bytes for start, end in form.first):
-        _refuse(digest, "what is to be read first is outside of the layer")
+    before = 0
+    for start, end in form.first:
+        if not before <= start < end <= form.raw_bytes:
+            _refuse(digest, "what is to be read first is outside of the layer, or not in order")
+        before = end
+    if sum(end - start for start, end in form.first) > FIRST_BYTES_MAX:
+        _refuse(digest, f"more than {FIRST_BYTES_MAX} bytes are to be read first")
 
 
 def _refuse(digest: str, why: str) -> NoReturn:
@@ -226,6 +236,16 @@ def encode_layer(
     return ChunkIndex(hashlib.sha256(stored).hexdigest(), form), stored
 
 
+def is_index_of(index: ChunkIndex, source: Path) -> bool:
+    """Whether every chunk of a file has the sha256 that the index says. Blocking: it reads the whole file."""
+    with source.open("rb") as file:
+        if os.fstat(file.fileno()).st_size != index.raw_bytes:
+            return False
+        return all(
+            hashlib.sha256(file.read(index.chunk_bytes)).digest() == index.sha256(chunk) for chunk in range(index.count)
+        )
+
+
 class _Packed(NamedTuple):
     stored: bytes
     length: int  # as the index has it
@@ -270,7 +290,7 @@ def _first_ranges(file: BinaryIO, raw_bytes: int) -> tuple[tuple[int, int], ...]
     if len(head) < 128 or struct.unpack_from("<I", head)[0] != _EROFS_MAGIC:
         return (superblock,)
     start = struct.unpack_from("<I", head, 40)[0] * _BLOCK_BYTES
-    if not _BLOCK_BYTES <= start < raw_bytes or raw_bytes - start > FIRST_BYTES_MAX:
+    if not _BLOCK_BYTES <= start < raw_bytes or raw_bytes - start > FIRST_BYTES_MAX - _BLOCK_BYTES:
         return (superblock,)
     return (superblock, (start, raw_bytes))
 

@@ -10,6 +10,7 @@ from barchan.core.finished import finished
 from barchan.errors import BlobCorrupt
 from barchan.image.blobs import BlobStore, no_room
 from barchan.image.chunks import ChunkIndex
+from barchan.image.erofs import check_file
 from barchan.image.stored import data_key, decode_all, file_sha256, stored_range
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class Downloads:
         """Write the layer's whole file to the new file `target`; what is zeros stays a hole.
 
         Raises:
-            BlobCorrupt: A chunk, or the whole, has another sha256.
+            BlobCorrupt: A chunk, or the whole, has another sha256, or it is no file system that our packer writes.
+            RequirementMissing: The layer is compressed, as earlier releases made them.
             CapacityError: The disk is full.
             NotFound, Denied, TransportError: As `BlobStore.get_range`.
         """
@@ -59,6 +61,7 @@ class Downloads:
         found = await finished(asyncio.to_thread(file_sha256, target))
         if found != index.layer:
             raise BlobCorrupt(f"layer {index.layer} from {self._store.url} came out as {found}: its index is wrong")
+        await finished(asyncio.to_thread(check_file, target))
 
     async def _run(self, index: ChunkIndex, run: range, fd: int) -> None:
         start, end = stored_range(index, run)

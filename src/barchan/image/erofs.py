@@ -38,6 +38,12 @@ XATTR_PREFIXES = {
     4: b"trusted.",
     6: b"security.",
 }
+XATTRS_KEPT = (
+    b"system.posix_acl_access",
+    b"system.posix_acl_default",
+    b"trusted.overlay.opaque",
+    b"trusted.overlay.redirect",
+)
 KINDS = {
     1: stat.S_IFREG,
     2: stat.S_IFDIR,
@@ -437,9 +443,29 @@ def verify_layer(path: Path, digest: str) -> None:
         _check_files(layer)
 
 
+def check_layer(read: Read, name: str) -> None:
+    """Look at everything of a layer but its files' data: it lies where it can, and is what our packer writes. Blocking.
+
+    For layers of others, before the kernel sees them.
+
+    Raises:
+        BlobCorrupt: Something is wrong; the message says what.
+        RequirementMissing: It is compressed, so that it can't be looked into.
+    """
+    _check_files(Erofs(read, name=name))
+
+
+def check_file(path: Path) -> None:
+    """`check_layer` of a file."""
+    with Erofs.open(path) as layer:
+        _check_files(layer)
+
+
 def _check_files(layer: Erofs) -> None:
     seen, room = set[int](), layer.size
     for path, inode in layer.walk():
+        if (stat.S_ISCHR(inode.mode) or stat.S_ISBLK(inode.mode)) and not inode.is_whiteout:
+            layer.damaged(f"{_text(path)} is a device")
         if stat.S_ISLNK(inode.mode):
             layer.readlink(inode)
         elif not inode.is_dir and not inode.xattr_bytes and inode.layout != CHUNKS:
@@ -451,4 +477,6 @@ def _check_files(layer: Erofs) -> None:
             room -= inode.xattr_bytes + (4 * pieces if inode.layout == CHUNKS else 0)
             if room < 0:
                 layer.damaged(f"{_text(path)} shares its attributes or chunks with other files")
-            layer.xattrs(inode)
+            for name in layer.xattrs(inode):
+                if not name.startswith(b"user.") and name not in XATTRS_KEPT:
+                    layer.damaged(f"{_text(path)} has an attribute that no layer has, {_text(name)}")

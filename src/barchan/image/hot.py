@@ -3,6 +3,7 @@
 A record is a hint: it says what to fetch early, never what the bytes are.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -40,6 +41,20 @@ async def read_hot(store: BlobStore, template_digest: str) -> HotRecord:
         return msgspec.json.decode(data, type=HotRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BlobCorrupt(f"{key} in {store.url}: {error} (try: remove it; the next sandbox makes another)") from error
+
+
+def cut_hot(record: HotRecord, chunk_bytes: Mapping[str, int]) -> HotRecord:
+    """What is wanted of a record that anybody may have written: of known layers, and no more than one may name.
+
+    Args:
+        chunk_bytes: Of each layer, by its digest; others are left out.
+    """
+    left, wanted = HOT_BYTES_MAX, list[tuple[str, tuple[int, ...]]]()
+    for layer, chunks in record:
+        if layer in chunk_bytes and (some := chunks[: left // chunk_bytes[layer]]):
+            left -= len(some) * chunk_bytes[layer]
+            wanted.append((layer, some))
+    return tuple(wanted)
 
 
 async def write_hot(store: BlobStore, template_digest: str, record: HotRecord) -> None:

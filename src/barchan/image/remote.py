@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from barchan.core.finished import finished
 from barchan.errors import BarchanError, BlobCorrupt, ConnectionLost, InvalidSpec, NotFound
 from barchan.image.blobs import BlobStore, no_room
-from barchan.image.chunks import LAYER_BYTES_MAX, ChunkIndex, encode_layer
+from barchan.image.chunks import LAYER_BYTES_MAX, ChunkIndex, encode_layer, is_index_of
 from barchan.image.download import Downloads
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.stored import data_key, index_key, layer_prefix, read_index, read_lazy, write_lazy
@@ -220,7 +220,10 @@ async def _read_pointer(store: BlobStore, name: str) -> _Pointer:
 
 
 async def _known_index(images: ImageStore, layer: Layer, store: BlobStore) -> ChunkIndex | None:
-    """The index of a layer that the store has whole; damaged ones count as missing, and are sent again."""
+    """The index of a layer that the store has whole; damaged ones count as missing, and are sent again.
+
+    Whoever can write there may have left an index of other data under this layer's name: it is compared with the layer.
+    """
     size = await asyncio.to_thread(_raw_bytes, images, layer)
     keys = [key for key in await store.keys(layer_prefix(layer.digest)) if key.endswith(".index")]
     for key in keys[:_ENCODINGS_MAX]:
@@ -228,7 +231,9 @@ async def _known_index(images: ImageStore, layer: Layer, store: BlobStore) -> Ch
             index, _ = await read_index(store, layer.digest, Path(key).stem)
         except BlobCorrupt:
             continue
-        if index.raw_bytes == size and await store.size(data_key(index)) == index.stored_bytes:
+        if index.raw_bytes != size or await store.size(data_key(index)) != index.stored_bytes:
+            continue
+        if await finished(asyncio.to_thread(_is_same, images, layer, index)):
             return index
     return None
 
@@ -246,6 +251,14 @@ def _raw_bytes(images: ImageStore, layer: Layer) -> int:
         f"layer {layer.digest} is kept as a directory here, and only EROFS files can be sent "
         "(try: push from a machine that mounts EROFS)"
     )
+
+
+def _is_same(images: ImageStore, layer: Layer, index: ChunkIndex) -> bool:
+    path = images.layer_path(layer)
+    try:
+        return read_lazy(path).index.describes(index) if layer.kind == "lazy" else is_index_of(index, path)
+    except FileNotFoundError:
+        raise NotFound(f"layer {layer.digest} is not here any more: its image was removed") from None
 
 
 async def _send_layer(images: ImageStore, layer: Layer, store: BlobStore, progress: Progress) -> ChunkIndex:

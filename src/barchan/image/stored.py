@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,15 @@ class LazyLayer:
 def write_lazy(path: Path, url: str, index: str, stored_index: bytes) -> None:
     """Write the file that stands for a layer. `index`: the digest of `stored_index`."""
     form = _LazyForm(format=LAZY_FORMAT, url=url, digest=index, index=stored_index)
-    path.write_bytes(msgspec.msgpack.encode(form))
+    write_durably(path, msgspec.msgpack.encode(form))
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file that is whole on the disk before it gets the name under which it is believed."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_lazy(path: Path) -> LazyLayer:

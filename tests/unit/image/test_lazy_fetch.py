@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from barchan.errors import BlobUnavailable
-from barchan.image.blobs import BlobStore
 from barchan.image.chunks import CHUNK_BYTES, encode_layer
 from barchan.image.lazy.cache import ABSENT, PRESENT, Cache
-from barchan.image.lazy.fetch import Fetcher, Traffic
+from barchan.image.lazy.fetch import Fetcher, StorePair, Traffic
 from barchan.image.stored import data_key
 
 CHUNKS = 96
@@ -35,7 +34,7 @@ class Stored:
         self.pool = ThreadPoolExecutor(2)
         self.traffic = Traffic(self.cache, self.pool, wait_s)
         self.layer = self.cache.open(digest, self.index.raw_bytes, self.index.chunk_bytes)
-        self.fetcher = Fetcher(BlobStore.open(str(root / "store")), self.index, self.layer, self.traffic)
+        self.fetcher = Fetcher(StorePair.open(str(root / "store"), wait_s), self.index, self.layer, self.traffic)
 
     async def read(self, offset: int, size: int) -> bytes:
         return await self.fetcher.read(offset, size)
@@ -139,7 +138,7 @@ async def test_what_another_boot_left_is_checked(stored: Stored) -> None:
     cache = Cache(stored.cache.root, 1 << 30)
     stored.layer = cache.open(stored.index.layer, stored.index.raw_bytes, stored.index.chunk_bytes)
     traffic = Traffic(cache, stored.pool, 0.5)
-    fetcher = Fetcher(BlobStore.open(str(stored.data.parents[2])), stored.index, stored.layer, traffic)
+    fetcher = Fetcher(StorePair.open(str(stored.data.parents[2]), 0.5), stored.index, stored.layer, traffic)
     assert await fetcher.read(3 * CHUNK_BYTES, 10) == CONTENT[3 * CHUNK_BYTES :][:10]
     assert traffic.requests == 0
     assert await fetcher.read(4 * CHUNK_BYTES, CHUNK_BYTES) == CONTENT[4 * CHUNK_BYTES : 5 * CHUNK_BYTES]

@@ -14,6 +14,7 @@ import mmap
 import os
 import struct
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,7 @@ from typing import Final
 from msgspec import Struct
 
 ABSENT, PRESENT, UNVERIFIED = 0, 1, 2
+RECORDED_BYTES_MAX: Final = 64 << 20  # of first reads of one layer that are noted
 LOW_WATER: Final = 0.9  # evicting goes on to this share of the budget, so that it is not done for every chunk
 _MAGIC = b"BARLAZY1"
 _HEADER = struct.Struct("=8sQI36s8x")
@@ -67,6 +69,8 @@ class CachedLayer:
         self._evicted = 0
         self._data_path, self._state_path = root / f"{digest}.data", root / f"{digest}.state"
         self._data = os.open(self._data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Threads may still be in a layer that was removed: its file is closed once none of them has it.
+        self._close = weakref.finalize(self, os.close, self._data)
         if os.fstat(self._data).st_size != size_bytes or not self._is_state_good():
             self._reset()
         with self._state_path.open("r+b") as file:
@@ -118,11 +122,14 @@ class CachedLayer:
             at = next((chunk for chunk in range(end, self.chunk_count) if not notes[chunk]), self.chunk_count)
 
     def close(self) -> None:
-        os.close(self._data)
+        """Only when no thread uses it."""
+        self._close()
 
     def remove(self) -> None:
-        """Close, and remove what is here of it."""
-        self.close()
+        """Remove what is here of it; to threads that are still in it, it is empty."""
+        self._notes[:] = bytes(self.chunk_count)
+        self._evicted += 1
+        os.ftruncate(self._data, 0)
         self._state_path.unlink(missing_ok=True)
         self._data_path.unlink(missing_ok=True)
 
@@ -150,14 +157,19 @@ class CachedLayer:
             if self._notes[chunk] != PRESENT:
                 return None
             self._uses[chunk] = self.now_s
-        if self.touched is not None:
-            self.touched.update(dict.fromkeys(chunks))
+        self.touch(chunks)
         data = os.pread(self._data, min(size, max(0, self.size_bytes - offset)), offset)
         # A note is withdrawn before its data goes: what was read with the count unchanged was whole.
         if self._evicted != evicted:
             return None
         self.hits += 1
         return data
+
+    def touch(self, chunks: range) -> None:
+        """Note who was read first, while that is recorded and not more than is ever told."""
+        touched = self.touched
+        if touched is not None and len(touched) < RECORDED_BYTES_MAX // self.chunk_bytes:
+            touched.update(dict.fromkeys(chunks))
 
     def read_unverified(self, chunk: int) -> bytes:
         return os.pread(self._data, self.bytes_of(chunk), chunk * self.chunk_bytes)
@@ -230,6 +242,12 @@ class Cache:
             layer.remove()
         else:
             self._remove_idle(digest)
+
+    def rest(self, digest: str) -> None:
+        """Nobody reads a layer for now: what is here of it stays until room is needed, pinned or not."""
+        layer = self.layers.pop(digest, None)
+        if layer is not None:
+            self._idle[digest] = layer.bytes_cached()
 
     def _remove_idle(self, digest: str) -> None:
         self._bytes -= self._idle.pop(digest, 0)

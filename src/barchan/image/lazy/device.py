@@ -1,6 +1,7 @@
 """The kernel's side of the reader: threads that take requests from /dev/fuse and answer what they can at once."""
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Protocol
 from barchan.image.lazy import protocol as fuse
 
 THREADS = 4
+
+_log = logging.getLogger(__name__)
 
 
 class File(Protocol):
@@ -26,8 +29,8 @@ class Device:
     Args:
         fd: Of /dev/fuse, mounted; the device closes it.
         find: The file of a node id, or None. Called by the threads.
-        miss: A read that has to wait for its data: (request id, node id, offset, size, pid). Called by the threads;
-            answered by `reply` or `fail`.
+        miss: A read that has to wait for its data, failed here, or is of a node id that `find` does not know:
+            (request id, node id, offset, size, pid). Called by the threads; answered by `reply` or `fail`.
         ended: The file system is gone. Called by a thread.
     """
 
@@ -80,24 +83,30 @@ class Device:
                 if self._is_over.acquire(blocking=False):
                     self._ended()
                 return
-            self._handle(fuse.parse(view[:length]))
+            try:
+                self._handle(fuse.parse(view[:length]))
+            except Exception:  # whatever one request does, the others are served
+                _log.exception("a request of the kernel was not answered")
 
     def _handle(self, request: fuse.Request) -> None:
         if request.opcode == fuse.READ:
             self._read(request)
         elif request.opcode not in fuse.SILENT:
             try:
-                self.reply(request.unique, self._answer(request))
+                answer = self._answer(request)
             except OSError as error:
                 self.fail(request.unique, error.errno or errno.EIO)
+            else:
+                self.reply(request.unique, answer)
 
     def _read(self, request: fuse.Request) -> None:
-        file = self._find(request.node_id)
-        if file is None:
-            self.fail(request.unique, errno.ESTALE)
-            return
         offset, size = fuse.read_in(request.body)
-        data = file.read(offset, size)
+        try:
+            file = self._find(request.node_id)
+            data = None if file is None else file.read(offset, size)
+        except Exception:  # a guest may see no error before it is reported, whatever the error is
+            _log.exception("a read of the cache failed")
+            data = None
         if data is None:
             self._miss(request.unique, request.node_id, offset, size, request.pid)
         else:

@@ -2,9 +2,10 @@
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
-from typing import Final
+from typing import Final, Self
 
 from msgspec import Struct
 
@@ -16,16 +17,19 @@ from barchan.image.stored import data_key, decode_all, stored_range
 
 REQUEST_BYTES_MAX: Final = 4 << 20  # raw bytes of one request to the store
 AHEAD_BYTES_MAX: Final = 8 << 20
-REQUESTS_MAX: Final = 32  # under way at once; reading ahead takes at most half of them
+AHEAD_REQUESTS_MAX: Final = 16  # under way at once for one layer, when reading ahead may add to them
+LOADS_AT_ONCE: Final = 4  # requests of one load, in order
 STREAMS_MAX: Final = 16  # readers in order that are told apart in one layer
 CORRUPT_MAX: Final = 2  # times that a chunk which is not what its index says is fetched again
 TOGETHER_SHARE: Final = 0.25  # of the time, for several chunks at once; then they are asked for singly
 PAUSE_S: Final = 0.05
 PAUSE_S_MAX: Final = 2.0
 
+_log = logging.getLogger(__name__)
+
 
 class Traffic:
-    """What one reader process asks of stores: counted, and bounded by one semaphore.
+    """What one reader process asks of stores, counted.
 
     Args:
         wait_s: How long a chunk may take to come, with all repetitions.
@@ -39,7 +43,26 @@ class Traffic:
         self.requests = 0
         self.bytes_fetched = 0
         self.retries = 0
-        self.slots = asyncio.Semaphore(REQUESTS_MAX)
+
+
+class StorePair(Struct, frozen=True):
+    """One store, opened twice, with threads each: what one of them waits for takes no thread of the other.
+
+    Attributes:
+        single: For single chunks, which may take the whole time.
+        group: For several chunks at once, which are given up early.
+    """
+
+    single: BlobStore
+    group: BlobStore
+
+    @classmethod
+    def open(cls, url: str, wait_s: float) -> Self:
+        """Raises as `BlobStore.open`. Repeating is the fetcher's work, and a thread ends when it is given up."""
+        return cls(
+            BlobStore.open(url, timeout_s=wait_s, retries=0),
+            BlobStore.open(url, timeout_s=wait_s * TOGETHER_SHARE, retries=0),
+        )
 
 
 class _Stream(Struct):
@@ -53,7 +76,7 @@ class _Stream(Struct):
 class Fetcher:
     """Chunks of one layer, on demand. All methods belong to one event loop."""
 
-    def __init__(self, store: BlobStore, index: ChunkIndex, layer: CachedLayer, traffic: Traffic) -> None:
+    def __init__(self, store: StorePair, index: ChunkIndex, layer: CachedLayer, traffic: Traffic) -> None:
         self.index = index
         self.layer = layer
         self._store = store
@@ -62,6 +85,7 @@ class Fetcher:
         self._flying: dict[int, asyncio.Future[bytes]] = {}
         self._loads: set[asyncio.Task[None]] = set()
         self._streams: list[_Stream] = []
+        self._is_closed = False
         self._run_max = max(1, REQUEST_BYTES_MAX // index.chunk_bytes)
 
     async def read(self, offset: int, size: int) -> bytes:
@@ -73,8 +97,7 @@ class Fetcher:
         chunks = self.layer.chunks(offset, size)
         if not chunks:
             return b""
-        if self.layer.touched is not None:
-            self.layer.touched.update(dict.fromkeys(chunks))
+        self.layer.touch(chunks)
         size = min(size, self.layer.size_bytes - offset)
         while (data := self.layer.read(offset, size)) is None:
             got = await self._get(chunks)
@@ -85,12 +108,29 @@ class Fetcher:
         return data
 
     async def load(self, chunks: Iterable[int]) -> None:
-        """Have those chunks in the cache, as far as there is room. Raises as `read`."""
-        missing = sorted({chunk for chunk in chunks if self.layer.note(chunk) != PRESENT})
-        for run in _runs(missing, self._run_max):
-            await self._get(run)
+        """Have those chunks in the cache, as far as there is room; begun in that order, several at once.
+
+        Raises as `read`.
+        """
+        missing = [chunk for chunk in dict.fromkeys(chunks) if self.layer.note(chunk) != PRESENT]
+        runs = _runs(missing, self._run_max)
+
+        async def work() -> None:
+            for run in runs:
+                await self._get(run)
+
+        loop = asyncio.get_running_loop()
+        workers = [loop.create_task(work()) for _ in range(LOADS_AT_ONCE)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
 
     async def close(self) -> None:
+        """Give up what is being fetched; nothing more is."""
+        self._is_closed = True
         for task in self._loads:
             task.cancel()
         await asyncio.gather(*self._loads, return_exceptions=True)
@@ -156,10 +196,12 @@ class Fetcher:
         start, stream.ahead = max(last + 1, stream.ahead), min(self.index.count, last + 1 + stream.window)
         missing = [c for c in range(start, stream.ahead) if self.layer.note(c) == ABSENT and c not in self._flying]
         for run in _runs(missing, self._run_max):
-            if len(self._loads) < REQUESTS_MAX // 2:
+            if len(self._loads) < AHEAD_REQUESTS_MAX:
                 self._start(run)
 
     def _start(self, run: range) -> dict[int, asyncio.Future[bytes]]:
+        if self._is_closed:
+            raise BlobUnavailable("the layer is served no more")
         loop = asyncio.get_running_loop()
         futures: dict[int, asyncio.Future[bytes]] = {chunk: loop.create_future() for chunk in run}
         self._flying |= futures
@@ -185,7 +227,9 @@ class Fetcher:
             for chunk, data in zip(run, parts, strict=True):
                 await self._keep(chunk, data)
                 self._landed(chunk, futures[chunk], data)
-        except (BarchanError, OSError) as error:
+        except Exception as error:  # whoever waits may see no error that was not reported, whatever it is
+            if not isinstance(error, BarchanError | OSError):
+                _log.exception("fetching chunks of layer %s failed", self.index.layer)
             for future in futures.values():
                 _fail(future, error)
         finally:
@@ -252,9 +296,9 @@ class Fetcher:
         start, end = stored_range(self.index, run)
         stored = b""
         if end > start:
-            async with self._traffic.slots:
-                self._traffic.requests += 1
-                stored = await self._store.get_range(self._key, start, end)
+            self._traffic.requests += 1
+            store = self._store.group if len(run) > 1 else self._store.single
+            stored = await store.get_range(self._key, start, end)
             self._traffic.bytes_fetched += len(stored)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._traffic.pool, lambda: list(decode_all(self.index, run, stored)))
@@ -262,12 +306,14 @@ class Fetcher:
 
 def _fail(future: asyncio.Future[bytes], error: Exception) -> None:
     if not future.done():
-        future.set_exception(error if isinstance(error, BlobUnavailable) else BlobUnavailable(str(error)))
+        future.set_exception(
+            error if isinstance(error, BlobUnavailable) else BlobUnavailable(str(error) or repr(error))
+        )
         future.exception()  # reading ahead has nobody to tell
 
 
 def _runs(chunks: list[int], longest: int) -> Iterator[range]:
-    """Sorted numbers as ranges of neighbours of bounded length."""
+    """Numbers, in their order, as ranges of neighbours of bounded length."""
     start = 0
     for at in range(1, len(chunks) + 1):
         if at == len(chunks) or chunks[at] != chunks[at - 1] + 1 or at - start == longest:

@@ -2,30 +2,33 @@
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
+from weakref import WeakValueDictionary
 
 from barchan.errors import BlobUnavailable, LocalProtocolError, NotFound
-from barchan.image.blobs import BlobStore
+from barchan.image.erofs import check_layer
 from barchan.image.lazy import mounter
-from barchan.image.lazy.cache import Cache
+from barchan.image.lazy.cache import RECORDED_BYTES_MAX, Cache
 from barchan.image.lazy.control import Answer, Control
 from barchan.image.lazy.device import Device, File
-from barchan.image.lazy.fetch import Fetcher, Traffic
+from barchan.image.lazy.fetch import Fetcher, StorePair, Traffic
 from barchan.image.lazy.protocol import node_id_of
-from barchan.image.stored import read_lazy
+from barchan.image.stored import read_lazy, write_durably
 from barchan.wire import supervisor as wire
 
 VERSION: Final = 1
 WORKERS: Final = 4
 DYING_POLL_S: Final = 0.25  # how soon a read is given up whose reader was killed
-RECORDED_BYTES_MAX: Final = 64 << 20  # of first reads of one layer that are told
 _SIGKILL_BIT: Final = 1 << 8
+
+_log = logging.getLogger(__name__)
 
 
 class _Report:
@@ -59,14 +62,18 @@ class Reader:
         self._mounter, self._mounter_pid = child
         self._mounting = asyncio.Lock()
         self._fetchers: dict[int, Fetcher] = {}
-        self._stores: dict[str, BlobStore] = {}
+        self._broken: dict[int, str] = {}  # layers whose descriptions could not be used, by node id
+        self._checked: set[str] = set()  # layers whose structure was looked at
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._stores: dict[str, StorePair] = {}
         self._reports: dict[int, _Report] = {}
         self._reports_made = 0
         self._device: Device | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.ended = asyncio.Event()
         for path in root.glob("*.lazy"):
-            self._open(path.stem)
+            self._take_over(path.stem)
+        self._loop.add_reader(os.pidfd_open(self._mounter_pid), _end_without_mounter)
         self._control = Control(
             socket_path,
             {
@@ -113,10 +120,21 @@ class Reader:
         url, index = described.url, described.index
         store = self._stores.get(url)
         if store is None:
-            store = self._stores[url] = BlobStore.open(url, timeout_s=self._traffic.wait_s, retries=0)
+            store = self._stores[url] = StorePair.open(url, self._traffic.wait_s)
         layer = self._cache.open(digest, index.raw_bytes, index.chunk_bytes)
         fetcher = self._fetchers[node_id_of(digest)] = Fetcher(store, index, layer, self._traffic)
+        self._broken.pop(node_id_of(digest), None)
         return fetcher
+
+    def _take_over(self, digest: str) -> None:
+        """What an earlier reader served. One that can't be opened keeps nobody from the others; reads try again."""
+        if not _is_digest(digest):
+            return
+        try:
+            self._open(digest)
+        except Exception as error:
+            _log.warning("layer %s can't be served now: %s", digest, error)
+            self._broken[node_id_of(digest)] = digest
 
     def _find(self, node_id: int) -> File | None:
         fetcher = self._fetchers.get(node_id)
@@ -128,21 +146,36 @@ class Reader:
             raise NotFound(f"the reader does not hold layer {message.get('layer')}")
         return fetcher
 
-    def _take(self, message: wire.Message) -> Fetcher:
-        """The layer a request names, known from now on: its description is copied, for the image may be removed."""
-        digest = message.get("layer")
-        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise LocalProtocolError(f"{digest!r} is no layer")
+    def _lock(self, digest: str) -> asyncio.Lock:
+        """One of mount, hold and drop of a layer at a time; the caller keeps the lock while it uses it."""
+        return self._locks.setdefault(digest, asyncio.Lock())
+
+    async def _take(self, digest: str, described: Path) -> Fetcher:
+        """The layer, known from now on: its description is copied, for the image may be removed. Under its lock."""
         fetcher = self._fetchers.get(node_id_of(digest))
         if fetcher is None:
             path = self._root / f"{digest}.lazy"
-            if not path.exists():
+            if described != path:  # a copy that is there already could not be used
                 fresh = path.with_suffix(".new")
-                fresh.write_bytes(Path(message.get("path")).read_bytes())
+                await asyncio.to_thread(lambda: write_durably(fresh, described.read_bytes()))
                 fresh.replace(path)
             fetcher = self._open(digest)
         fetcher.layer.pinned.update(fetcher.index.first_chunks())
         return fetcher
+
+    async def _check(self, fetcher: Fetcher) -> None:
+        """Look at a layer's structure before the kernel does: its bytes are those of whoever wrote the index."""
+        if fetcher.index.layer in self._checked:
+            return
+
+        def read(offset: int, size: int) -> bytes:
+            data = fetcher.layer.read(offset, size)
+            if data is None:
+                data = asyncio.run_coroutine_threadsafe(fetcher.read(offset, size), self._loop).result()
+            return data
+
+        await asyncio.to_thread(check_layer, read, f"layer {fetcher.index.layer}")
+        self._checked.add(fetcher.index.layer)
 
     # what the kernel asks for
 
@@ -154,11 +187,7 @@ class Reader:
 
     async def _answer(self, unique: int, node_id: int, offset: int, size: int, pid: int) -> None:
         assert self._device is not None
-        fetcher = self._fetchers.get(node_id)
-        if fetcher is None:
-            self._device.fail(unique, errno.ESTALE)
-            return
-        work = self._loop.create_task(self._obtain(fetcher, offset, size, pid))
+        work = self._loop.create_task(self._obtain(node_id, offset, size, pid))
         while not (await asyncio.wait({work}, timeout=DYING_POLL_S))[0]:
             if pid and _is_dying(pid):  # it will not see any answer, and waits for one nevertheless
                 work.cancel()
@@ -170,16 +199,27 @@ class Reader:
         else:
             self._device.reply(unique, data)
 
-    async def _obtain(self, fetcher: Fetcher, offset: int, size: int, pid: int) -> bytes | None:
+    async def _obtain(self, node_id: int, offset: int, size: int, pid: int) -> bytes | None:
         """The bytes; None once nobody is left who could see that they are missing."""
+        layer = self._broken.get(node_id, f"{node_id:x}")
         try:
+            fetcher = self._fetchers.get(node_id) or self._open(layer)
+            layer = fetcher.index.layer
             return await fetcher.read(offset, size)
         except BlobUnavailable as error:
             cause = str(error)
         except OSError as error:
             cause = f"the cache can't be used: {error}"
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # by `_answer`; otherwise what it waited for was given up
+                raise
+            cause = "the layer is served no more"
+        except Exception as error:  # whatever it is, the node is told before the guest can see it
+            _log.exception("a read of layer %s failed", layer)
+            cause = str(error) or repr(error)
         if pid != self._mounter_pid:
-            await self._report(_Report(fetcher.index.layer, pid, cause))
+            await self._report(_Report(layer, pid, cause))
         return None
 
     async def _report(self, report: _Report) -> None:
@@ -193,7 +233,7 @@ class Reader:
             del self._reports[number]
 
     def _tell(self, number: int, report: _Report) -> None:
-        cause = report.cause.replace("\0", "?")[:1000]
+        cause = report.cause.replace("\0", "?")[:1000].encode("utf-8", "replace").decode()
         self._control.event("unavailable", report=number, layer=report.layer, pid=report.pid, cause=cause)
 
     # what the node asks for
@@ -216,29 +256,40 @@ class Reader:
         try:
             if len(fds) != 1:
                 raise LocalProtocolError("mount goes with one descriptor")
-            fetcher = self._take(message)
-            await fetcher.load(fetcher.index.first_chunks())
-            async with self._mounting:
-                work = asyncio.to_thread(mounter.ask, self._mounter, message.get("layer"), fds[0])
-                return {}, [await asyncio.shield(work)]
+            digest = _digest(message)
+            async with self._lock(digest):
+                fetcher = await self._take(digest, Path(message.get("path")))
+                await fetcher.load(fetcher.index.first_chunks())
+                await self._check(fetcher)
+                async with self._mounting:
+                    work = asyncio.to_thread(mounter.ask, self._mounter, digest, fds[0])
+                    return {}, [await asyncio.shield(work)]
         finally:
             _close(fds)
 
     async def _hold(self, message: wire.Message, fds: list[int]) -> Answer:
         """The layer is mounted, by an earlier reader: what a mount pins is pinned."""
         _close(fds)
-        self._take(message)
+        digest = _digest(message)
+        async with self._lock(digest):
+            await self._take(digest, Path(message.get("path")))
         return {}, []
 
     async def _drop(self, message: wire.Message, fds: list[int]) -> Answer:
-        """The layer is mounted no more, and its image is gone: so is what is cached of it."""
+        """The layer is mounted no more. With its image gone, so is what is cached of it; else that may stay."""
         _close(fds)
-        digest = message.get("layer")
-        fetcher = self._fetchers.pop(node_id_of(digest), None)
-        if fetcher is not None:
-            await fetcher.close()
+        digest = _digest(message)
+        async with self._lock(digest):
+            self._broken.pop(node_id_of(digest), None)
+            fetcher = self._fetchers.pop(node_id_of(digest), None)
+            if fetcher is not None:
+                await fetcher.close()
             (self._root / f"{digest}.lazy").unlink(missing_ok=True)
-            self._cache.remove(digest)
+            if message.get("data", "remove") == "keep":
+                self._cache.rest(digest)
+            else:
+                self._cache.remove(digest)
+            self._checked.discard(digest)
         return {}, []
 
     async def _prefetch(self, message: wire.Message, fds: list[int]) -> Answer:
@@ -299,6 +350,23 @@ class Reader:
 def _close(fds: list[int]) -> None:
     while fds:
         os.close(fds.pop())
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 64 and not set(text) - set("0123456789abcdef")
+
+
+def _digest(message: wire.Message) -> str:
+    digest = message.get("layer")
+    if not _is_digest(digest):
+        raise LocalProtocolError(f"{digest!r} is no layer")
+    return digest
+
+
+def _end_without_mounter() -> NoReturn:
+    """Without it nothing can be mounted; the node starts another reader, which is asked for all that waits."""
+    _log.error("the child that mounts is gone")
+    os._exit(1)
 
 
 def _is_dying(pid: int) -> bool:
