@@ -92,7 +92,7 @@ class Archive:
                 self._members = dict(_members(_BoundedReads(file), path))
         except FileNotFoundError:
             raise NotFound(f"there is no file {path}", path=str(path)) from None
-        except tarfile.TarError as error:
+        except (tarfile.TarError, RecursionError) as error:  # headers of headers are read by recursion
             raise BlobCorrupt(f"{path} is no whole tar archive: {error}") from error
         except (OSError, ValueError) as error:
             raise InvalidSpec(f"{path} can't be read: {error}") from error
@@ -134,6 +134,9 @@ def _members(file: _BoundedReads, path: Path) -> list[tuple[str, _Member]]:
                 link = posixpath.normpath(member.linkname) if member.islnk() else ""
             if link or (member.isreg() and not member.issparse()):
                 found.append((name, _Member(member.offset_data, member.size, link)))
+        file.seek(archive.offset)
+        if any(file.read(tarfile.BLOCKSIZE)):  # which is taken for the end
+            raise tarfile.ReadError(f"the header after {len(found)} members is damaged")
     return found
 
 

@@ -68,11 +68,11 @@ def merge(
         RequirementMissing: The packer was not built.
     """
     parts = _Diff(layers, () if is_bottom else below, is_bottom, limits.bytes_max).parts()
-    with io.BufferedReader(_Parts(parts), PART_BYTES) as source:
+    with io.BufferedReader(Parts(parts), PART_BYTES) as source:
         return pack_tar(source, target, limits=limits)
 
 
-class _Parts(io.RawIOBase):
+class Parts(io.RawIOBase):
     """Bytes that come in parts, as a file."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
@@ -152,7 +152,7 @@ class _Diff:
         first = self._first_names.get((node.level, inode.number))
         if first is not None:
             # With owner and mode, since some who read it set them once more.
-            yield self._header(path, HARD_LINK, mode, inode.uid, inode.gid, 0, inode.mtime_ns, first, {})
+            yield header(path, HARD_LINK, mode, inode.uid, inode.gid, 0, inode.mtime_ns, first, {})
             return
         kind = stat.S_IFMT(inode.mode)
         if kind not in TYPES:
@@ -166,7 +166,7 @@ class _Diff:
         if self._room < 0:
             raise InvalidSpec(f"{_text(path)}: with it the layer has more than {self._bytes_max} bytes")
         name = path + b"/" if inode.is_dir else path
-        yield self._header(
+        yield header(
             name if path else b"./", TYPES[kind], mode, inode.uid, inode.gid, size, inode.mtime_ns, target, xattrs
         )
         if size:
@@ -175,37 +175,41 @@ class _Diff:
 
     def _mark(self, path: bytes) -> bytes:
         """An empty file whose name says something."""
-        return self._header(path, b"0", 0, 0, 0, 0, 0, b"", {})
+        return header(path, b"0", 0, 0, 0, 0, 0, b"", {})
 
-    def _header(
-        self,
-        path: bytes,
-        kind: bytes,
-        mode: int,
-        uid: int,
-        gid: int,
-        size: int,
-        mtime_ns: int,
-        target: bytes,
-        xattrs: dict[bytes, bytes],
-    ) -> bytes:
-        """A header, and before it the words of pax for all that the header can't say."""
-        words: dict[bytes, bytes] = {}
-        for name, value in xattrs.items():
-            if b"=" in name:
-                raise InvalidSpec(f"{_text(path)}: attribute {_text(name)} has a name that this format can't say")
-            words[b"SCHILY.xattr." + name] = value
-        for key, text in ((b"path", path), (b"linkpath", target)):
-            if len(text) > NAME_BYTES_MAX:
-                words[key] = text
-        for key, number, digits in ((b"uid", uid, 7), (b"gid", gid, 7), (b"size", size, 11)):
-            if number >= 8**digits:
-                words[key] = b"%d" % number
-        if mtime_ns % 1_000_000_000 or not 0 <= mtime_ns < 8**11 * 1_000_000_000:
-            words[b"mtime"] = _decimal(mtime_ns)
-        body = b"".join(_word(key, words[key]) for key in sorted(words))
-        head = _ustar(b"pax", b"x", 0o644, 0, 0, len(body), 0, b"") + body + _padding(len(body)) if words else b""
-        return head + _ustar(path, kind, mode, uid, gid, size, mtime_ns // 1_000_000_000, target)
+
+def header(
+    path: bytes,
+    kind: bytes,
+    mode: int,
+    uid: int,
+    gid: int,
+    size: int,
+    mtime_ns: int,
+    target: bytes,
+    xattrs: dict[bytes, bytes],
+) -> bytes:
+    """A header, and before it the words of pax for all that the header can't say. Attributes' names are any bytes.
+
+    Raises:
+        InvalidSpec: An attribute has a name with `=`.
+    """
+    words: dict[bytes, bytes] = {}
+    for name, value in xattrs.items():
+        if b"=" in name:
+            raise InvalidSpec(f"{_text(path)}: attribute {_text(name)} has a name that this format can't say")
+        words[b"SCHILY.xattr." + name] = value
+    for key, text in ((b"path", path), (b"linkpath", target)):
+        if len(text) > NAME_BYTES_MAX:
+            words[key] = text
+    for key, number, digits in ((b"uid", uid, 7), (b"gid", gid, 7), (b"size", size, 11)):
+        if number >= 8**digits:
+            words[key] = b"%d" % number
+    if mtime_ns % 1_000_000_000 or not 0 <= mtime_ns < 8**11 * 1_000_000_000:
+        words[b"mtime"] = _decimal(mtime_ns)
+    body = b"".join(_word(key, words[key]) for key in sorted(words))
+    head = _ustar(b"pax", b"x", 0o644, 0, 0, len(body), 0, b"") + body + _padding(len(body)) if words else b""
+    return head + _ustar(path, kind, mode, uid, gid, size, mtime_ns // 1_000_000_000, target)
 
 
 def _padding(size: int) -> bytes:

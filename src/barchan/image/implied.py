@@ -7,20 +7,25 @@ gives such directories a time that no real one has, and a small layer on top say
 
 import io
 import stat
-import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from barchan.image.diff_tar import END_BYTES, Parts, header
 from barchan.image.erofs import Erofs, Inode
 from barchan.image.pack import Limits, pack_tar
-from barchan.image.stack import DEPTH_MAX, Node, Stack
+from barchan.image.stack import DEPTH_MAX, PRIVATE, Node, Stack
 
 MTIME_NS = 1  # as guest/pack has it
 _Way = tuple[tuple[bytes, tuple[int, Inode]], ...]  # a directory's path and what is true of it, from the root down
 
 
-def restore(layers: Sequence[Erofs], target: Path, *, limits: Limits) -> str | None:
+def restore(
+    layers: Sequence[Erofs], target: Path, *, limits: Limits, go_on: Callable[[], None] = lambda: None
+) -> str | None:
     """Make the layer that says what is true of made-up directories in a stack, topmost first. Blocking.
+
+    Args:
+        go_on: Called at each directory; what it raises ends the work.
 
     Returns:
         The sha256 of the file made, in hex; None if there is nothing to say, and no file.
@@ -28,18 +33,23 @@ def restore(layers: Sequence[Erofs], target: Path, *, limits: Limits) -> str | N
     Raises:
         BlobCorrupt: A layer is damaged.
     """
-    stack = Stack(layers)
-    made = io.BytesIO()
-    for path, (level, inode) in sorted(_hidden(stack).items()):
-        made.write(_header(path, inode, layers[level].xattrs(inode)))
-    if not made.tell():
+    hidden = _hidden(Stack(layers), go_on)
+    if not hidden:
         return None
-    made.write(bytes(2 * tarfile.BLOCKSIZE))
-    made.seek(0)
-    return pack_tar(made, target, limits=limits)
+
+    def parts() -> Iterator[bytes]:
+        for path, (level, inode) in sorted(hidden.items()):
+            go_on()
+            xattrs = {key: value for key, value in layers[level].xattrs(inode).items() if not key.startswith(PRIVATE)}
+            mode = stat.S_IMODE(inode.mode)
+            yield header(path or b"./", b"5", mode, inode.uid, inode.gid, 0, inode.mtime_ns, b"", xattrs)
+        yield bytes(END_BYTES)
+
+    with io.BufferedReader(Parts(parts())) as source:
+        return pack_tar(source, target, limits=limits)
 
 
-def _hidden(stack: Stack) -> dict[bytes, tuple[int, Inode]]:
+def _hidden(stack: Stack, go_on: Callable[[], None]) -> dict[bytes, tuple[int, Inode]]:
     """What a lower layer says about each directory that is made up in the topmost one that has it.
 
     With the directories on the way there, or the layer would make those up.
@@ -47,6 +57,7 @@ def _hidden(stack: Stack) -> dict[bytes, tuple[int, Inode]]:
     found: dict[bytes, tuple[int, Inode]] = {}
     pending: list[tuple[_Way, bytes, Node]] = [((), b"", stack.root)]
     while pending:
+        go_on()
         above, path, node = pending.pop()
         real = next((part for part in node.parts if part[1].mtime_ns != MTIME_NS), node.parts[0])
         way = (*above, (path, real))
@@ -54,17 +65,5 @@ def _hidden(stack: Stack) -> dict[bytes, tuple[int, Inode]]:
             found |= dict(way)
         if len(node.parts) > 1 and len(way) < DEPTH_MAX:
             children = stack.entries(node)
-            pending += [(way, path + b"/" + name, child) for name, child in children if len(child.parts) > 1]
+            pending += [(way, path + name + b"/", child) for name, child in children if len(child.parts) > 1]
     return found
-
-
-def _header(path: bytes, inode: Inode, xattrs: dict[bytes, bytes]) -> bytes:
-    info = tarfile.TarInfo("." + path.decode("utf-8", "surrogateescape"))
-    info.type, info.mode, info.uid, info.gid = tarfile.DIRTYPE, stat.S_IMODE(inode.mode), inode.uid, inode.gid
-    seconds, nanos = divmod(abs(inode.mtime_ns), 10**9)
-    info.pax_headers = {
-        f"SCHILY.xattr.{key.decode('utf-8', 'surrogateescape')}": value.decode("utf-8", "surrogateescape")
-        for key, value in xattrs.items()
-        if not key.startswith(b"trusted.")
-    } | {"mtime": f"{'-' if inode.mtime_ns < 0 else ''}{seconds}.{nanos:09}"}
-    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")

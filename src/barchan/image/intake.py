@@ -5,7 +5,6 @@ Nothing is committed before both sums are those that the image's manifest and co
 """
 
 import asyncio
-import gzip
 import hashlib
 import io
 import os
@@ -16,16 +15,15 @@ import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast, get_args
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
 
-from barchan.errors import BlobCorrupt, InvalidSpec, RequirementMissing
+from barchan.errors import BackendError, BlobCorrupt, InvalidSpec, RequirementMissing
 from barchan.image.diff_tar import merge
 from barchan.image.erofs import Erofs
 from barchan.image.implied import restore
-from barchan.image.lazy_layer import open_lazy
 from barchan.image.oci import Descriptor, Found
 from barchan.image.pack import Limits, keep_as, pack_tar, pack_tree
 from barchan.image.store import ImageStore, NewLayer
@@ -35,6 +33,8 @@ from barchan.image.tools import Progress
 LAYERS_AT_ONCE = 3  # more only makes the waits longer: a layer keeps a core busy
 PIECE_BYTES = 256 << 10
 ZSTD_WINDOW_BYTES = 128 << 20
+PADDING_BYTES_MAX = 1 << 20  # of zeros between and behind gzip streams, as tapes have them
+REST_BYTES_MAX = 64 << 20  # that is read only to learn whose fault it is that a layer can't be
 Result = TypeVar("Result")
 
 
@@ -59,6 +59,10 @@ class Known(Struct, frozen=True):
 
 class Stopped(Exception):
     """The one who waits for a layer does so no longer."""
+
+
+class Damaged(Exception):
+    """Bytes that can't be decompressed."""
 
 
 class Budget:
@@ -97,7 +101,10 @@ class _Counted(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         if self._stop.is_set():
             raise Stopped
-        data = self._source.read(len(buffer))
+        try:
+            data = self._source.read(len(buffer))
+        except OSError as error:
+            raise BackendError(f"reading a layer failed: {error} (try: again)") from error
         self._sum.update(data)
         self.count += len(data)
         self._budget.take(len(data))
@@ -126,9 +133,12 @@ class _LayerJob(NamedTuple):
         """Make the layer.
 
         Raises:
+            BackendError: Its bytes can't be read.
             BlobCorrupt: The bytes are not those that were promised, whatever else is wrong with them.
             InvalidSpec: They hold what no layer can, or more than the limits allow.
         """
+        if self.blob.size > self.limits.bytes_max:
+            raise InvalidSpec(f"{self.what} has {self.blob.size} bytes, of at most {self.limits.bytes_max}")
         with self.source.open(self.position, stop) as raw:
             sent_max = self.blob.size if self.blob.digest else self.limits.bytes_max
             sent = _Counted(raw, Budget(sent_max, f"{self.what} has more than {sent_max} bytes"), stop)
@@ -137,16 +147,20 @@ class _LayerJob(NamedTuple):
                 digest = pack_tar(cast(BinaryIO, plain), self.target, limits=self.limits)
                 plain.drain()  # the sums are of all that was sent, also of what follows the last entry
                 sent.drain()
-            except (OSError, EOFError, zlib.error) as error:
-                self._check_sent(sent)
+            except Damaged as error:
+                self._check_refused(sent)
                 raise BlobCorrupt(f"{self.what} can't be decompressed: {error}") from error
             except InvalidSpec:
-                self._check_sent(sent)  # what a damaged blob seems to hold is not its maker's fault
+                self._check_refused(sent)  # what a damaged blob seems to hold is not its maker's fault
                 raise
             self._check_sent(sent)
         if plain.digest != self.diff_id:
             raise BlobCorrupt(f"{self.what} unpacks to {plain.digest}, not to its diff_id {self.diff_id}")
         return keep_as(self.target, digest, self.target.parent, self.kind)
+
+    def _check_refused(self, sent: _Counted) -> None:
+        if self.blob.size - sent.count <= REST_BYTES_MAX:
+            self._check_sent(sent)
 
     def _check_sent(self, sent: _Counted) -> None:
         if self.blob.digest == "":  # archives of `docker save` have diff_ids only
@@ -207,7 +221,7 @@ async def take_in(
         remember(store, diff_id, digest)
     layers = tuple(stack.values())
     if len(layers) > 1:
-        said = await in_thread(lambda stop: _restored(store, layers, workspace, kind, limits))
+        said = await in_thread(lambda stop: _restored(store, layers, workspace, kind, limits, stop))
         layers = layers if said is None else (said, *layers)
     if len(layers) <= LAYERS_MAX:
         return layers
@@ -217,18 +231,23 @@ async def take_in(
 
 
 def _restored(
-    store: ImageStore, layers: tuple[NewLayer | Layer, ...], workspace: Path, kind: LayerKind, limits: Limits
+    store: ImageStore,
+    layers: tuple[NewLayer | Layer, ...],
+    workspace: Path,
+    kind: LayerKind,
+    limits: Limits,
+    stop: threading.Event,
 ) -> NewLayer | None:
     """What the layers below say about directories that those above have entries in, and no entry for."""
     target = workspace / "directories.erofs"
+
+    def go_on() -> None:
+        if stop.is_set():
+            raise Stopped
+
     with ExitStack() as exits:
-        opened = []
-        for item in layers:
-            layer = None
-            if isinstance(item, Layer) and item.kind == "lazy":
-                layer = open_lazy(store.layer_path(item))
-            opened.append(exits.enter_context(layer or open_layer(store, item, workspace)))
-        digest = restore(opened, target, limits=limits)
+        opened = [exits.enter_context(open_layer(store, layer, workspace)) for layer in layers]
+        digest = restore(opened, target, limits=limits, go_on=go_on)
     return None if digest is None else keep_as(target, digest, workspace, kind)
 
 
@@ -265,20 +284,67 @@ def open_layer(store: ImageStore, layer: NewLayer | Layer, workspace: Path) -> E
 def decompressed(source: io.RawIOBase) -> BinaryIO:
     """A stream unpacked by what it begins with, for what an image says of that is often wrong.
 
+    Reading it raises `Damaged` where that can't be done.
+
     Raises:
         RequirementMissing: It needs zstandard.
     """
     buffered = io.BufferedReader(source, PIECE_BYTES)
     begin = buffered.peek(4)[:4]
     if begin.startswith(b"\x1f\x8b"):
-        return cast(BinaryIO, gzip.GzipFile(fileobj=buffered, mode="rb"))
+        return cast(BinaryIO, _Gunzip(buffered))
     if begin == b"\x28\xb5\x2f\xfd" or (begin[1:] == b"\x2a\x4d\x18" and begin[0] & 0xF0 == 0x50):
-        return cast(BinaryIO, _Zstd(buffered))
+        return cast(BinaryIO, _Unzstd(buffered))
     return buffered
 
 
-class _Zstd(io.RawIOBase):
-    """A zstd stream unpacked; what is wrong with it is an OSError, as with gzip."""
+class _Gunzip(io.RawIOBase):
+    """Gzip streams one behind the other, unpacked."""
+
+    def __init__(self, source: "io.BufferedReader[Any]") -> None:
+        self._source, self._rest = source, b""
+        self._stream: Any = None  # none between streams
+        self._padding_bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while self._rest or (data := self._source.read1(PIECE_BYTES)):
+            if not self._rest:
+                self._rest = data
+            if self._stream is None:
+                self._skip_padding()
+            else:
+                unpacked = self._unpack(len(buffer))
+                buffer[: len(unpacked)] = unpacked
+                if unpacked:
+                    return len(unpacked)
+        if self._stream is not None:
+            raise Damaged("it ends within a gzip stream")
+        return 0
+
+    def _skip_padding(self) -> None:
+        before, self._rest = len(self._rest), self._rest.lstrip(b"\0")
+        self._padding_bytes += before - len(self._rest)
+        if self._padding_bytes > PADDING_BYTES_MAX:
+            raise Damaged(f"more than {PADDING_BYTES_MAX} zeros follow its gzip streams")
+        if self._rest:
+            self._stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+
+    def _unpack(self, bytes_max: int) -> bytes:
+        try:
+            data: bytes = self._stream.decompress(self._rest, bytes_max)
+        except zlib.error as error:
+            raise Damaged(str(error)) from error
+        self._rest = self._stream.unconsumed_tail
+        if self._stream.eof:
+            self._rest, self._stream = self._stream.unused_data, None
+        return data
+
+
+class _Unzstd(io.RawIOBase):
+    """Zstandard frames one behind the other, unpacked."""
 
     def __init__(self, source: BinaryIO) -> None:
         try:
@@ -296,7 +362,7 @@ class _Zstd(io.RawIOBase):
         try:
             return self._stream.readinto(buffer)
         except self._error as error:
-            raise OSError(str(error)) from error
+            raise Damaged(str(error)) from error
 
 
 async def in_thread(work: Callable[[threading.Event], Result]) -> Result:
@@ -314,14 +380,17 @@ async def in_thread(work: Callable[[threading.Event], Result]) -> Result:
 
 
 def known_layer(store: ImageStore, diff_id: str) -> Layer | None:
-    """The layer of a diff that was taken in before, if it is still there."""
+    """The layer of a diff that was taken in before, if it is still here.
+
+    One that is kept lazily is not: its bytes may be had only as long as its blob store can be asked.
+    """
     try:
         known = msgspec.json.decode(_known_path(store, diff_id).read_bytes(), type=Known)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None  # a hint that can't be read is none
     if not re.fullmatch(r"[0-9a-f]{64}", known.layer):
         return None
-    kept = (Layer(known.layer, kind) for kind in get_args(LayerKind))
+    kept = (Layer(known.layer, "erofs"), Layer(known.layer, "dir"))
     return next((layer for layer in kept if store.layer_path(layer).exists()), None)
 
 

@@ -3,6 +3,7 @@
 Everything here blocks, and is called in threads. A packer dies with the thread that started it.
 """
 
+import errno
 import hashlib
 import os
 import stat
@@ -27,6 +28,7 @@ RETRY_AFTER_MS = 1000
 REASON_CHARS_MAX = 1500
 _PIECE_BYTES = 1 << 20
 _INPUT, _ROOM = 3, 4  # exit codes of the packer: the input can't be a layer; the disk is full
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _IDENTITY_AT, _IDENTITY_BYTES = 1072, 16  # in the superblock
 
 
@@ -67,7 +69,7 @@ def pack_tree(tree: Path, target: Path, *, mtime_unix_s: int | None = None, limi
 
     Raises:
         InvalidSpec: It holds something that a layer can't, or too much; the message names the entry.
-        CapacityError: The target's disk is full.
+        CapacityError: The target's disk is full, or the host lacks memory or open files.
         RequirementMissing: The packer was not built.
     """
     options = [] if mtime_unix_s is None else ["--mtime", str(mtime_unix_s)]
@@ -86,7 +88,7 @@ def pack_tar(source: BinaryIO, target: Path, *, limits: Limits = DEFAULT_LIMITS)
 
     Raises:
         InvalidSpec: The archive is damaged, hostile or too large; the message names the entry.
-        CapacityError: The target's disk is full.
+        CapacityError: The target's disk is full, or the host lacks memory or open files.
         RequirementMissing: The packer was not built.
     """
     return _pack([*_limits(limits), "--tar", "--"], target, limits, "the archive can't be a layer", source)
@@ -163,13 +165,8 @@ def _pack(arguments: list[str | Path], target: Path, limits: Limits, refused: st
             tool=PACKER.name,
         )
     try:
-        with subprocess.Popen(
-            [PACKER, *arguments, target, str(limits.bytes_max)],
-            stdin=subprocess.DEVNULL if source is None else subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-        ) as process:
+        argv = [PACKER, *arguments, target, str(limits.bytes_max)]
+        with _start(argv, subprocess.DEVNULL if source is None else subprocess.PIPE) as process:
             try:
                 if source is not None:
                     _feed(process, source)
@@ -184,6 +181,15 @@ def _pack(arguments: list[str | Path], target: Path, limits: Limits, refused: st
     except BaseException:
         target.unlink(missing_ok=True)
         raise
+
+
+def _start(argv: list[str | Path], stdin: int) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(argv, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, bufsize=0)
+    except OSError as error:
+        if error.errno in _SCARCE:
+            raise CapacityError(f"no room for a packer: {error.strerror}", retry_after_ms=RETRY_AFTER_MS) from error
+        raise BackendError(f"the packer can't be started: {error}") from error
 
 
 def _feed(process: "subprocess.Popen[bytes]", source: BinaryIO) -> None:
