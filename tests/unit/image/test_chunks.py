@@ -112,6 +112,11 @@ def test_wrong_chunks_are_refused(tmp_path: Path) -> None:
             decode_chunk(index, chunk, stored)
 
 
+def large() -> dict[str, Any]:
+    """A layer of 512 MiB of zeros."""
+    return {"raw_bytes": 512 << 20, "chunk_bytes": 4 << 20, "lengths": bytes(4 * 128), "hashes": bytes(32 * 128)}
+
+
 ABSURD: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
     ("format 9", lambda form: form.update(format=9)),
     ("names no layer", lambda form: form.update(layer="../../etc/passwd")),
@@ -127,6 +132,10 @@ ABSURD: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
     ("stored as", lambda form: form.update(lengths=struct.pack("<I", (1 << 31) + 5) + form["lengths"][4:])),
     ("outside of the layer", lambda form: form.update(first=[[0, 1 << 50]])),
     ("outside of the layer", lambda form: form.update(first=[[5, 2]])),
+    ("outside of the layer, or not in order", lambda form: form.update(first=[[9, 12], [0, 3]])),
+    ("outside of the layer, or not in order", lambda form: form.update(first=[[0, 9], [8, 12]])),
+    ("length <= 16", lambda form: form.update(first=[[n, n + 1] for n in range(17)])),
+    ("are to be read first", lambda form: form.update(large(), first=[[0, 1], [5, 257 << 20]])),
     ("unknown field", lambda form: form.update(more=1)),
     ("Expected", lambda form: form.update(hashes=7)),
 ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from barchan.image.lazy import cache as lazy_cache
 from barchan.image.lazy.cache import ABSENT, PRESENT, UNVERIFIED, Cache, CachedLayer
 
 CHUNK = 64 << 10
@@ -125,3 +126,26 @@ def test_layers_of_an_earlier_reader_go_first(tmp_path: Path) -> None:
     cache.remove(other)
     assert list(tmp_path.iterdir()) == []
     assert cache.statistics().bytes_cached == 0
+
+
+def test_a_removed_layer_is_empty_to_threads_that_are_still_in_it(tmp_path: Path) -> None:
+    """They read nothing, and what they write goes nowhere: not into a file that was opened since."""
+    cache = Cache(tmp_path, 1 << 30)
+    layer = filled(cache, 1, 2)
+    cache.remove(DIGEST)
+    with (tmp_path / "other").open("w+b") as other:
+        assert layer.read(CHUNK, 10) is None
+        assert layer.write(3, chunk(3))
+        assert other.read() == b""
+    assert cache.statistics().bytes_cached == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_first_reads_are_noted_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may ever ask for them."""
+    monkeypatch.setattr(lazy_cache, "RECORDED_BYTES_MAX", 2 * CHUNK)
+    layer = filled(Cache(tmp_path, 1 << 30), *range(6))
+    layer.touched = {}
+    for number in range(6):
+        layer.read(number * CHUNK, 1)
+    assert list(layer.touched) == [0, 1]

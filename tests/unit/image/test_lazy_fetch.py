@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import random
+import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from barchan.errors import BlobUnavailable
+from barchan.image.blobs import REQUESTS_AT_ONCE
 from barchan.image.chunks import CHUNK_BYTES, encode_layer
 from barchan.image.lazy.cache import ABSENT, PRESENT, Cache
 from barchan.image.lazy.fetch import Fetcher, StorePair, Traffic
@@ -155,3 +157,43 @@ async def test_a_tiny_budget_is_right(tmp_path: Path) -> None:
     await stored.fetcher.close()
     stored.pool.shutdown()
     stored.layer.close()
+
+
+async def test_whatever_goes_wrong_is_told(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what nobody thought of: a reader that was only cancelled would see an error that nobody reported."""
+
+    def odd(*_: object) -> None:
+        raise ZeroDivisionError("odd")
+
+    monkeypatch.setattr(stored.cache, "keep", odd)
+    with pytest.raises(BlobUnavailable, match="odd"):
+        await stored.read(0, 1)
+    monkeypatch.undo()
+    assert await stored.read(0, 5) == CONTENT[:5]
+
+
+async def test_a_store_that_never_answers_takes_nothing_from_another(tmp_path: Path) -> None:
+    """It takes connections and says nothing: reads of a healthy store come at once meanwhile, also many together."""
+    stored = Stored(tmp_path, wait_s=2.0)
+    with socket.create_server(("127.0.0.1", 0), backlog=4 * REQUESTS_AT_ONCE) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/store"
+        layer = stored.cache.open("0" * 64, stored.index.raw_bytes, stored.index.chunk_bytes)
+        hole = Fetcher(StorePair.open(url, 2.0), stored.index, layer, stored.traffic)
+        waiting = [asyncio.create_task(hole.read(2 * n * CHUNK_BYTES, 1)) for n in range(REQUESTS_AT_ONCE)]
+        while stored.traffic.requests < REQUESTS_AT_ONCE:
+            await asyncio.sleep(0.01)
+        assert await stored.read(0, 8 * CHUNK_BYTES) == CONTENT[: 8 * CHUNK_BYTES]
+        assert not any(task.done() for task in waiting)
+        await hole.close()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    await stored.fetcher.close()
+    stored.pool.shutdown()
+    layer.close()
+    stored.layer.close()
+
+
+async def test_a_closed_fetcher_fetches_no_more(stored: Stored) -> None:
+    """And says so, instead of writing for a layer that is gone."""
+    await stored.fetcher.close()
+    with pytest.raises(BlobUnavailable, match="no more"):
+        await stored.read(0, 1)

@@ -80,6 +80,8 @@ class Device:
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):
                     continue
+                length = 0
+            if not length:
                 if self._is_over.acquire(blocking=False):
                     self._ended()
                 return
