@@ -22,6 +22,7 @@ from barchan.image.pack import pack_tree
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.stored import data_key, read_lazy
 from barchan.image.template import Layer, TemplateConfig
+from barchan.model.sandbox import SandboxSpec
 from barchan.rollout.verdict import verdict_of_error
 from tests.leaks import processes
 from tests.nodes import NodeProcess
@@ -202,6 +203,62 @@ async def test_a_store_that_goes_ends_who_reads_and_nobody_else(make_place: Make
         assert await sums(idle, "f00") == {"f00": place.sums["f00"]}
         place.store.with_name("away").rename(place.store)
         assert await sums(idle) == place.sums
+
+
+async def test_who_gives_up_a_mount_leaves_it_to_the_others(make_place: MakePlace) -> None:
+    """Two creates wait for one mount; the first is cancelled, and the second gets its sandbox."""
+    place = await make_place()
+    place.store.rename(place.store.with_name("away"))
+    async with place.client() as client:
+        first = asyncio.create_task(client.create("data"))
+        await asyncio.sleep(0.5)
+        second = asyncio.create_task(client.create("data"))
+        await asyncio.sleep(0.5)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        place.store.with_name("away").rename(place.store)
+        assert await sums(await second, "f01") == {"f01": place.sums["f01"]}
+
+
+async def test_creates_that_fail_for_want_of_bytes_say_so(make_place: MakePlace) -> None:
+    """All that wait for a mount; one that is repeated; one whose sandbox has begun to boot."""
+    place = await make_place("--image-wait-s", "1", with_base=False)
+    away = place.store.with_name("away")
+    place.store.rename(away)
+    async with place.client() as client:
+        wish = SandboxSpec(template="data", create_id="again", detach=True, ttl_s=600)
+        found = await asyncio.gather(client.create(wish), client.create("data"), return_exceptions=True)
+        assert [type(error) for error in found] == [BlobUnavailable] * 2
+        away.rename(place.store)
+        with pytest.raises(BlobUnavailable):
+            await client.create(wish)
+        await (await client.create("data")).kill()
+        # The layers are mounted, and not a byte of them is anywhere here.
+        place.store.rename(away)
+        for pid in place.readers():
+            os.kill(pid, signal.SIGKILL)
+        for path in (place.node.state_dir / "cache").glob("*.data"):
+            path.unlink()
+        await asyncio.to_thread(Path("/proc/sys/vm/drop_caches").write_text, "3")
+        with pytest.raises(BlobUnavailable, match="has ended: blob_unavailable"):
+            await client.create("data")
+
+
+async def test_a_layer_that_became_whole_is_read_from_its_file(make_place: MakePlace) -> None:
+    """As soon as no sandbox uses what was read on demand; what was cached goes."""
+    place = await make_place()
+    async with place.client() as client:
+        sandbox = await client.create("data")
+        await sums(sandbox, "f00")
+        await remote.pull(place.images, "data", BlobStore.open(str(place.store)), silent)
+        place.store.rename(place.store.with_name("away"))
+        other = await client.create("data")
+        assert place.cached_bytes() > 0
+        await sandbox.kill()
+        await other.kill()
+        assert await sums(await client.create("data")) == place.sums
+        assert place.cached_bytes() == 0
 
 
 async def test_a_store_that_is_away_for_a_while_is_waited_for(make_place: MakePlace) -> None:

@@ -14,15 +14,17 @@ import pytest
 from barchan.backends.container.hot import FirstReads
 from barchan.backends.container.lazy import LazyReader, ReaderSettings, Unavailable
 from barchan.backends.container.supervisor import Answer
+from barchan.errors import BackendError
 from barchan.image import remote
 from barchan.image.blobs import BlobStore
-from barchan.image.hot import read_hot
+from barchan.image.hot import HotRecord, read_hot, write_hot
 from barchan.image.pack import pack_tree
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.stored import read_lazy
 from barchan.image.template import Layer, TemplateConfig
 from barchan.wire.supervisor import Message
 from tests.fuse import open_fuse
+from tests.hostile_layers import pack_hostile
 from tests.leaks import processes
 
 pytestmark = [pytest.mark.requires("root", "fuse"), pytest.mark.timeout(60)]
@@ -150,7 +152,7 @@ async def test_killed_at_any_time_it_goes_on_with_what_it_had(served: Served) ->
 async def test_first_reads_are_noted_once_and_fetched_early_ever_after(served: Served, tmp_path: Path) -> None:
     """In the order of their first touch; another reader with an empty cache has them before anybody reads."""
     first = FirstReads(served.reader, served.images, record_s=1.0)
-    first.begin(served.template)
+    first.begin(served.template, {served.layer.digest})
     await asyncio.sleep(0.2)
     assert await served.read("f6") == sha256("f6")
     assert await served.read("f2") == sha256("f2")
@@ -169,7 +171,7 @@ async def test_first_reads_are_noted_once_and_fetched_early_ever_after(served: S
     other.reader = other.node()
     other.mounted = await other.reader.mount(served.layer.digest, served.images.layer_path(served.layer))
     again = FirstReads(other.reader, served.images)
-    again.begin(served.template)
+    again.begin(served.template, {served.layer.digest})
     while (await other.reader.statistics())["bytes_cached"] < len(chunks) * index.chunk_bytes:
         await asyncio.sleep(0.02)
     await again.close()
@@ -177,6 +179,48 @@ async def test_first_reads_are_noted_once_and_fetched_early_ever_after(served: S
     assert await other.read("f6") == sha256("f6")
     assert (await other.reader.statistics())["bytes_fetched"] == fetched
     await other.end()
+
+
+async def test_a_record_that_lacks_a_layer_is_added_to(served: Served) -> None:
+    """By the first sandbox for which that layer was mounted anew; by no other, of which the kernel may hide reads."""
+    before: HotRecord = (("0" * 64, (7,)),)
+    await write_hot(served.store, served.template.digest, before)
+    warm = FirstReads(served.reader, served.images, record_s=0.2)
+    warm.begin(served.template, set())
+    await asyncio.sleep(0.1)
+    assert await served.read("f6") == sha256("f6")
+    await asyncio.sleep(0.3)
+    await warm.close()
+    assert await read_hot(served.store, served.template.digest) == before
+    cold = FirstReads(served.reader, served.images, record_s=1.0)
+    cold.begin(served.template, {served.layer.digest})
+    await asyncio.sleep(0.2)
+    assert await served.read("f2") == sha256("f2")
+    while (record := await read_hot(served.store, served.template.digest)) == before:
+        await asyncio.sleep(0.05)
+    await cold.close()
+    assert {digest for digest, _ in record} == {"0" * 64, served.layer.digest}
+    assert await served.reader.stop_record(served.layer.digest) == []  # it notes no more
+
+
+async def test_a_layer_that_rests_keeps_its_data(served: Served) -> None:
+    """Unmounted with its image there: what was read is not fetched again; the image gone, it goes, too."""
+    path = served.images.layer_path(served.layer)
+    assert await served.read("f1") == sha256("f1")
+    for _ in range(2):
+        os.close(served.mounted)
+        served.mounted = -1
+        await served.reader.drop(served.layer.digest, keeps_data=True)
+        assert served.reader.served == set() and served.reader.known == {served.layer.digest}
+        fetched = (await served.reader.statistics())["bytes_fetched"]
+        served.mounted = await served.reader.mount(served.layer.digest, path)
+        assert await served.read("f1") == sha256("f1")
+        assert (await served.reader.statistics())["bytes_fetched"] == fetched
+    os.close(served.mounted)
+    served.mounted = -1
+    await served.reader.drop(served.layer.digest, keeps_data=True)
+    await served.reader.drop(served.layer.digest)
+    assert served.reader.known == set()
 
 
 async def test_a_dropped_layer_leaves_nothing(served: Served) -> None:
@@ -187,3 +231,48 @@ async def test_a_dropped_layer_leaves_nothing(served: Served) -> None:
     await served.reader.drop(served.layer.digest)
     assert sorted(path.name for path in (served.state_dir / "cache").iterdir()) == ["lock"]
     assert served.reader.known == set()
+
+
+async def test_a_layer_whose_description_is_spoilt_hurts_no_other(served: Served) -> None:
+    """The next reader starts and says so; reads of it are reported, and it is whole again once it is mounted anew."""
+    assert await served.read("f0") == sha256("f0")
+    path = served.images.layer_path(served.layer)
+    (served.state_dir / "cache" / path.name).write_bytes(b"")
+    said: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+    for pid in served.pids():
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(OSError) as caught:
+        await served.read("f5")
+    assert caught.value.errno == errno.EIO
+    assert {told.layer for told in served.told} == {served.layer.digest}
+    assert all("can't be read" in told.cause for told in served.told)
+    assert [str(context["message"]) for context in said] == [f"the reader can't serve layer {served.layer.digest[:12]}"]
+    os.close(await served.reader.mount(served.layer.digest, path))
+    assert await served.read("f5") == sha256("f5")
+
+
+async def test_without_the_child_that_mounts_another_reader_comes(served: Served) -> None:
+    """A reader that can't mount is of no use for new sandboxes, and ends."""
+    pids = served.pids()
+    (child,) = [pid for pid in pids if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) in pids]
+    os.kill(child, signal.SIGKILL)
+    while set(pids) & set(served.pids()):
+        await asyncio.sleep(0.01)
+    os.close(await served.reader.mount(served.layer.digest, served.images.layer_path(served.layer)))
+    assert await served.read("f3") == sha256("f3")
+    assert served.told == []
+
+
+async def test_a_layer_that_no_packer_made_is_not_mounted(served: Served, tmp_path: Path) -> None:
+    """The kernel gets to see only what was looked at: no device, and no attribute that layers don't have."""
+    made = ImageStore(tmp_path / "hostile")
+    with made.workspace() as workspace:
+        packed = workspace / "layer"
+        digest = pack_hostile(tmp_path / "tree", packed)
+        made.commit(TemplateConfig(name="hostile"), (NewLayer(Layer(digest, "erofs"), packed),))
+    await remote.push(made, "hostile", served.store, silent)
+    layer = (await remote.fetch(served.images, "hostile", served.store)).layers[0]
+    with pytest.raises(BackendError, match="null is a device"):
+        await served.reader.mount(layer.digest, served.images.layer_path(layer))
+    assert await served.read("f2") == sha256("f2")

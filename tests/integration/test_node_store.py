@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,12 @@ from barchan.cli.rollout_run import _require_images
 from barchan.errors import BlobCorrupt, BlobUnavailable, Conflict, InvalidSpec, NotFound
 from barchan.image.blobs import BlobStore
 from barchan.image.remote import pull, push
-from barchan.image.store import ImageStore
+from barchan.image.store import ImageStore, NewLayer, layer_gone
+from barchan.image.template import Layer, Template, TemplateConfig
 from barchan.model.image import BUILT_PREFIX
 from barchan.model.sandbox import SandboxSpec
 from barchan.node.images import NodeImages
+from barchan.node.store_images import StoreImages
 from barchan.rollout.task import ScriptGrader, Task
 from barchan.sdk.build import build
 from barchan.sdk.endpoint import endpoint_of, store_url
@@ -83,6 +86,26 @@ async def test_a_dead_store_is_the_platform_s_fault(pushed: Path, tmp_path: Path
     with pytest.raises(BlobCorrupt):
         await images.resolve("bad")
     assert (await images.resolve("debian")).name == "debian"
+
+
+async def test_a_layer_that_goes_while_an_image_is_fetched_is_fetched_too(pushed: Path, tmp_path: Path) -> None:
+    """Removed between the look for it and the commit: it is no missing image; where it goes again, nobody's fault."""
+
+    class Losing(ImageStore):
+        losses = 1
+
+        def commit(self, config: TemplateConfig, layers: tuple[NewLayer | Layer, ...], **options: Any) -> Template:
+            if self.losses:
+                self.losses -= 1
+                raise layer_gone(Layer("0" * 64, "lazy"))
+            return super().commit(config, layers, **options)
+
+    store = Losing(tmp_path / "empty")
+    images = StoreImages(store, pushed.as_uri())
+    assert (await images.fetch("debian")).name == "debian"
+    store.losses = 2
+    with pytest.raises(BlobUnavailable, match="can't be had now"):
+        await images.fetch("elsewhere")
 
 
 def test_a_node_makes_sandboxes_of_images_from_its_store(node: NodeProcess, pushed: Path, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class Backend(Protocol):
         Cancellation: What was half made is removed before the cancellation is seen.
         """
 
-    async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> Handle:
+    async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> Handle:
         """Take over a sandbox that an earlier node started."""
 
     def adopted(self) -> None:

@@ -3,8 +3,10 @@
 import asyncio
 import time
 
+from msgspec.structs import replace
+
 from barchan.backends.base import Handle
-from barchan.errors import NotFound
+from barchan.errors import BackendError, BarchanError, NotFound, SandboxExpired
 from barchan.image.template import Template
 from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
 from barchan.node.files import Files
@@ -30,6 +32,7 @@ class Live:
         self.requests = 0
         self.maker: asyncio.Task[None] | None = None
         self.is_equipped = False
+        self.unavailable: BarchanError | None = None  # why it was stopped while it booted
         self.handle: Handle
         self.defaults: Defaults
         self.processes: Processes
@@ -48,6 +51,14 @@ class Live:
         self.defaults = Defaults(self.spec, self.template, Network.env(self.spec))
         self.processes = Processes(handle, self.defaults, is_new=is_new)
         self.files = Files(handle, self.processes, self.defaults)
+
+    def failure(self, error: BaseException) -> BarchanError:
+        """What a create that ended so is told."""
+        if isinstance(error, asyncio.CancelledError):
+            return SandboxExpired("the create was cancelled")
+        if self.unavailable is not None:
+            return self.unavailable
+        return error if isinstance(error, BarchanError) else BackendError(f"creating failed: {error!r}")
 
     async def find_shell(self) -> str:
         """The best shell of the template, asked of its first sandbox; /bin/sh when it has none."""
@@ -88,3 +99,8 @@ class Shells:
         while len(self._known) > SHELLS_MAX:
             del self._known[next(iter(self._known))]
         return shell
+
+
+def identity(spec: SandboxSpec) -> SandboxSpec:
+    """What two creates of one id must have in common: all but who holds it."""
+    return replace(spec, lease_id=None)

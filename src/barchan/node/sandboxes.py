@@ -8,16 +8,14 @@ from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from barchan import backends
 from barchan.backends.base import Backend, Ended
 from barchan.backends.container.lazy import ReaderSettings
 from barchan.core.admission import Limits
 from barchan.core.lifecycle import Fact, next_phase
 from barchan.errors import (
-    BackendError,
     BarchanError,
+    BlobUnavailable,
     CallerError,
     CapacityError,
     Conflict,
@@ -35,7 +33,7 @@ from barchan.node.holds import Holds
 from barchan.node.images import NodeImages
 from barchan.node.journal import Journal, Row
 from barchan.node.leases import Leases, Over
-from barchan.node.live import Live, Shells
+from barchan.node.live import Live, Shells, identity
 from barchan.node.network import Network
 
 SWEEP_S = 1.0
@@ -109,7 +107,7 @@ class Sandboxes:
         """Take one sandbox over. One that can't be served any more is lost; the others are not."""
         live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
         try:
-            live.equip(await backend.adopt(row.sandbox_id, row.spec), is_new=False)
+            live.equip(await backend.adopt(row.sandbox_id, row.spec, row.template), is_new=False)
             await self._finish_boot(live)
             await live.handle.guest.watch_running()
         except (BarchanError, OSError, TimeoutError) as error:
@@ -154,10 +152,15 @@ class Sandboxes:
         """Bytes of their image can't be had, and they were stopped before they could see that: say why."""
         for sandbox_id in sandbox_ids:
             live = self.live.get(sandbox_id)
-            if live is None or live.ending is not None or live.phase != "ready":
+            if live is None or live.ending is not None or live.phase not in ("booting", "ready"):
                 continue
-            self._ended(live, Fact.INIT_DIED, f"blob_unavailable: {cause}")
-            live.handle.guest.guest_gone(self._why_not(sandbox_id))
+            if live.phase == "ready":
+                self._ended(live, Fact.INIT_DIED, f"blob_unavailable: {cause}")
+            else:  # its create fails for this, however that shows
+                self.journal.end(sandbox_id, "lost", f"blob_unavailable: {cause}")
+                live.unavailable = self._why_not(sandbox_id)
+            if live.is_equipped:
+                live.handle.guest.guest_gone(self._why_not(sandbox_id))
 
     async def close(self) -> None:
         """Let go; sandboxes stay for the next node."""
@@ -220,7 +223,7 @@ class Sandboxes:
             row = self.journal.find_create(spec.create_id)
             if row is not None:
                 raise row.error()
-        elif _identity(before.spec) != _identity(self.leases.labelled(spec, before.spec.lease_id)):
+        elif identity(before.spec) != identity(self.leases.labelled(spec, before.spec.lease_id)):
             raise Conflict(f"create id {spec.create_id!r} was used for another sandbox", create_id=spec.create_id)
         return before
 
@@ -264,15 +267,14 @@ class Sandboxes:
                 await self._finish_boot(live)
                 live.create_ms = (time.monotonic() - began) * 1e3
         except BaseException as error:
+            failure = live.failure(error)
             self.create_failures_total += 1
             if live.is_equipped:
                 await asyncio.shield(self._remove_quietly(live))
-            is_wanted = isinstance(error, CallerError | CapacityError | asyncio.CancelledError)
-            self.journal.end(live.sandbox_id, "stopped" if is_wanted else "lost", f"create: {error}")
+            is_wanted = isinstance(failure, CallerError | CapacityError)
+            what = failure.code if isinstance(failure, BlobUnavailable) else "create"
+            self.journal.end(live.sandbox_id, "stopped" if is_wanted else "lost", f"{what}: {failure}")
             self._forget(live)
-            failure = error if isinstance(error, BarchanError) else BackendError(f"creating failed: {error!r}")
-            if isinstance(error, asyncio.CancelledError):
-                failure = SandboxExpired("the create was cancelled")
             if not live.booted.done():
                 live.booted.set_exception(failure)
                 live.booted.exception()
@@ -286,6 +288,8 @@ class Sandboxes:
         live.handle.ended.add_done_callback(lambda ended: self._init_ended(live, ended))
         live.network = await Network.open(live.spec, live.handle, live.files)
         live.defaults.shell = await self._shells.of(live)
+        if live.unavailable is not None:
+            raise live.unavailable
         live.phase = next_phase("booting", Fact.INIT_UP)
         if live.spec.ttl_s is not None:
             left_s = live.created_unix_s + live.spec.ttl_s - time.time()
@@ -489,8 +493,3 @@ class Sandboxes:
                     "task": task,
                 }
             )
-
-
-def _identity(spec: SandboxSpec) -> SandboxSpec:
-    """What two creates of one id must have in common: all but who holds it."""
-    return replace(spec, lease_id=None)

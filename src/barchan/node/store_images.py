@@ -70,8 +70,16 @@ class StoreImages:
     async def _fetch(self, name: str) -> Template:
         try:
             async with self._fetches:
+                try:
+                    return await fetch(self._images, name, self._store)
+                except NotFound as error:
+                    if "layer" not in error.details:
+                        raise
+                # A layer that was here was removed in the middle: now it is seen that it has to come.
                 return await fetch(self._images, name, self._store)
         except NotFound as error:
+            if "layer" in error.details:
+                raise BlobUnavailable(f"image {name!r} is not here, and can't be had now: {error}") from error
             raise NotFound(f"no image {name!r} here, nor in {self.url}", template=name) from error
         except (TransportError, Denied) as error:  # which a client would take for its own way to this node
             raise BlobUnavailable(f"image {name!r} is not here, and can't be had now: {error}") from error

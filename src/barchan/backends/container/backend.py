@@ -1,7 +1,6 @@
 """The container backend: what the node asks, said to the supervisor."""
 
 import asyncio
-import errno
 import os
 import shutil
 import socket
@@ -14,6 +13,7 @@ from barchan.backends.container import probe
 from barchan.backends.container.cgroup import Counters, kill, sandbox_of, thaw
 from barchan.backends.container.cut import Cutter
 from barchan.backends.container.hot import FirstReads
+from barchan.backends.container.layers import Layers
 from barchan.backends.container.lazy import LazyReader, ReaderSettings, Unavailable
 from barchan.backends.container.supervisor import REQUEST_TIMEOUT_S, Answer, SupervisorClient
 from barchan.backends.guest import GuestConnection, init_died
@@ -53,9 +53,7 @@ class ContainerHandle:
         guest: GuestConnection,
         counters: Counters,
         layer_bytes_max: int,
-        layers: frozenset[str] | None,
     ) -> None:
-        self.layers = layers  # digests; None: an earlier node chose them
         self.sandbox_id = sandbox_id
         self.guest = guest
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -118,10 +116,6 @@ class ContainerHandle:
         cutter = await self._backend.cutter()
         await cutter.pack(self.sandbox_id, self._counters.guest, self._cutting, target, self._layer_bytes_max)
 
-    def uses(self, layer: str) -> bool:
-        """Whether the sandbox may read that layer."""
-        return self.layers is None or layer in self.layers
-
     def oom_kills(self) -> int:
         return self._counters.oom_kills()
 
@@ -147,14 +141,16 @@ class ContainerBackend:
         self._name = f"n{state_dir.stat().st_ino:x}-{state_dir.stat().st_dev:x}"
         self._client: SupervisorClient | None = None
         self._handles: dict[str, ContainerHandle] = {}
-        self._layers: dict[str, asyncio.Future[None]] = {}
-        self._unwanted: set[str] = set()  # layers without an image, while a sandbox uses them
+        self._uses: dict[str, frozenset[str]] = {}  # layers, by digest, of each sandbox
+        self._found_layers: list[str] = []
         self._cutter: Cutter | None = None
         self._cutter_lock = asyncio.Lock()
         self._cgroup = "v1"
         self.on_unavailable: Callable[[Sequence[str], str], None] = lambda ids, cause: None
         self._lazy = LazyReader(state_dir, self.request, self._unavailable, reader)
+        self._layers = Layers(images, self._lazy, self.request)
         self._first_reads = FirstReads(self._lazy, images)
+        self._create_timeout_s = REQUEST_TIMEOUT_S + reader.wait_s  # its programs may have to wait for the store
         self._weaken = weaken
 
     def probe(self) -> Sequence[Requirement]:
@@ -173,9 +169,8 @@ class ContainerBackend:
                 f"speaks {wire.VERSION}: use the release that started it, or end its sandboxes first"
             )
         self._cgroup = hello.get("cgroup")
-        for digest in await self._listed("layers", "layer"):
-            self._layers[digest] = asyncio.get_running_loop().create_future()
-            self._layers[digest].set_result(None)
+        self._found_layers = await self._listed("layers", "layer")
+        self._layers.adopt(self._found_layers)
 
     async def _spawn(self) -> None:
         """Start a supervisor and wait until it listens."""
@@ -210,7 +205,7 @@ class ContainerBackend:
             )
 
     def adopted(self) -> None:
-        self._lazy.start(self._layers)
+        self._lazy.start(self._found_layers)
 
     def _unavailable(self, wanted: Unavailable) -> None:
         """First nothing of the sandbox may run again; then it is said why; then the read may fail."""
@@ -220,41 +215,40 @@ class ContainerBackend:
         elif wanted.pid:
             ids = []  # a process of the host, or one that is gone: it belongs to no sandbox
         else:
-            users = self._handles.items()
-            ids = [sandbox_id for sandbox_id, handle in users if handle.uses(wanted.layer)]
+            ids = [sandbox_id for sandbox_id, layers in self._uses.items() if wanted.layer in layers]
         for sandbox_id in ids:
             kill(self._counters(sandbox_id).guest)
         self.on_unavailable(ids, f"layer {wanted.layer[:12]}: {wanted.cause}")
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> ContainerHandle:
-        for layer in template.layers:
-            await self._mount(layer.digest, layer.kind, self._images.layer_path(layer))
-        self._first_reads.begin(template)
-        request = asyncio.create_task(
-            self.request(
-                "create",
-                id=sandbox_id,
-                layers=":".join(layer.digest for layer in template.layers),
-                upper_bytes=spec.disk_mib << 20,
-                memory_bytes=spec.memory_mib << 20,
-                pids=spec.pids_max,
-                cpu_us=max(1000, int(spec.cpus * CPU_PERIOD_US)),
-                shm_bytes=min(SHM_BYTES, spec.memory_mib << 19),
-                hostname=spec.hostname,
-                network=NETWORKS[spec.network],
-                root=spec.root,
+        async with self._layers.mounted(template.layers) as fresh:
+            self._first_reads.begin(template, fresh)
+            request = asyncio.create_task(
+                self.request(
+                    "create",
+                    timeout_s=self._create_timeout_s,
+                    id=sandbox_id,
+                    layers=":".join(layer.digest for layer in template.layers),
+                    upper_bytes=spec.disk_mib << 20,
+                    memory_bytes=spec.memory_mib << 20,
+                    pids=spec.pids_max,
+                    cpu_us=max(1000, int(spec.cpus * CPU_PERIOD_US)),
+                    shm_bytes=min(SHM_BYTES, spec.memory_mib << 19),
+                    hostname=spec.hostname,
+                    network=NETWORKS[spec.network],
+                    root=spec.root,
+                )
             )
-        )
-        try:
-            layers = frozenset(layer.digest for layer in template.layers)
-            handle = await self._take(sandbox_id, await asyncio.shield(request), spec, layers)
-        except BaseException:
-            await asyncio.shield(self._abandon(sandbox_id, request))
-            raise
-        return handle
+            self._uses[sandbox_id] = _digests(template)
+            try:
+                return await self._take(sandbox_id, await asyncio.shield(request), spec)
+            except BaseException:
+                await asyncio.shield(self._abandon(sandbox_id, request))
+                raise
 
     async def _abandon(self, sandbox_id: str, request: "asyncio.Task[Answer]") -> None:
         """Remove what a failed or cancelled create made, once the supervisor has answered."""
+        self.forget(sandbox_id)
         try:
             (await request).close()
         except BootFailed:
@@ -266,16 +260,15 @@ class ContainerBackend:
         except NotFound:
             pass  # it never was
 
-    async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> ContainerHandle:
+    async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> ContainerHandle:
+        self._uses[sandbox_id] = _digests(template)
         thaw(self._counters(sandbox_id).guest)  # the node before may have died in the middle of a cut
         return await self._take(sandbox_id, await self.request("attach", id=sandbox_id), spec)
 
     def _counters(self, sandbox_id: str) -> Counters:
         return Counters(self._name, sandbox_id, self._cgroup)
 
-    async def _take(
-        self, sandbox_id: str, answer: Answer, spec: SandboxSpec, layers: frozenset[str] | None = None
-    ) -> ContainerHandle:
+    async def _take(self, sandbox_id: str, answer: Answer, spec: SandboxSpec) -> ContainerHandle:
         """Make a handle of the supervisor's answer: connection, pidfd and, for a network, a third descriptor."""
         sock, network_fd = _take_fds(answer)
         try:
@@ -285,7 +278,7 @@ class ContainerBackend:
                 os.close(network_fd)
             raise BootFailed(f"the init of {sandbox_id} does not answer: {error}") from error
         layer_bytes_max = LAYER_DISKS_MAX * (spec.disk_mib << 20) + LAYER_BYTES_SPARE
-        handle = ContainerHandle(self, sandbox_id, guest, self._counters(sandbox_id), layer_bytes_max, layers)
+        handle = ContainerHandle(self, sandbox_id, guest, self._counters(sandbox_id), layer_bytes_max)
         if network_fd is not None and spec.network == "open":
             handle.netns = network_fd
         elif network_fd is not None:
@@ -299,47 +292,8 @@ class ContainerBackend:
         sock, _ = _take_fds(answer)
         return sock
 
-    async def _mount(self, digest: str, kind: str, path: Path) -> None:
-        """Mount a layer once; whoever needs it meanwhile waits for the same mount."""
-        mounted = self._layers.get(digest)
-        if mounted is None:
-            mounted = self._layers[digest] = asyncio.get_running_loop().create_future()
-            try:
-                await (self._mount_lazily(digest, path) if kind == "lazy" else self._mount_path(digest, kind, path))
-            except BaseException as error:
-                del self._layers[digest]
-                mounted.set_exception(BackendError(f"layer {digest} can't be mounted: {error}"))
-                mounted.exception()
-                raise
-            mounted.set_result(None)
-        await asyncio.shield(mounted)
-
-    async def _mount_path(self, digest: str, kind: str, path: Path) -> None:
-        (await self.request("layer", digest=digest, type=kind, path=os.fspath(path))).close()
-
-    async def _mount_lazily(self, digest: str, path: Path) -> None:
-        mount_fd = await self._lazy.mount(digest, path)
-        try:
-            (await self.request("layer", fds=[mount_fd], digest=digest, type="mount")).close()
-        finally:
-            await asyncio.to_thread(os.close, mount_fd)  # the last of a mount may wait for its reader
-
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
-        for digest in self._layers.keys() | self._lazy.known if digests is None else digests:
-            if self._images.has_layer(digest):
-                self._unwanted.discard(digest)
-                continue
-            try:
-                (await self.request("unlayer", digest=digest)).close()
-            except BackendError as error:
-                if error.details.get("errno") != errno.EBUSY:
-                    raise
-                self._unwanted.add(digest)
-            else:
-                self._unwanted.discard(digest)
-                self._layers.pop(digest, None)
-                if digest in self._lazy.known:
-                    await self._lazy.drop(digest)
+        await self._layers.unmount(digests)
 
     async def cutter(self) -> Cutter:
         """Made on first use."""
@@ -369,10 +323,10 @@ class ContainerBackend:
 
     async def discard(self, sandbox_id: str) -> None:
         (await self.request("destroy", id=sandbox_id)).close()
-        if not self._unwanted:
+        if not self._layers.unwanted:
             return
         try:
-            await self.unmount(tuple(self._unwanted))
+            await self._layers.unmount(tuple(self._layers.unwanted))
         except BarchanError as error:  # the sandbox is gone all the same, and every minute they are asked for again
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "unmounting the layers of removed images failed", "exception": error}
@@ -380,11 +334,14 @@ class ContainerBackend:
 
     def forget(self, sandbox_id: str) -> None:
         self._handles.pop(sandbox_id, None)
+        self._uses.pop(sandbox_id, None)
 
-    async def request(self, op: str, *, fds: Sequence[int] = (), **keys: str | int) -> Answer:
+    async def request(
+        self, op: str, *, fds: Sequence[int] = (), timeout_s: float = REQUEST_TIMEOUT_S, **keys: str | int
+    ) -> Answer:
         if self._client is None:
             raise BackendError("the container backend is not started")
-        return await self._client.request(op, fds=fds, timeout_s=REQUEST_TIMEOUT_S, **keys)
+        return await self._client.request(op, fds=fds, timeout_s=timeout_s, **keys)
 
     async def lost(self) -> None:
         if self._client is not None:
@@ -401,6 +358,7 @@ class ContainerBackend:
 
     async def close(self) -> None:
         await self._close_cutter()
+        await self._layers.close()
         await self._first_reads.close()
         await self._lazy.close()
         for handle in list(self._handles.values()):
@@ -416,11 +374,16 @@ class ContainerBackend:
 
     async def shutdown(self) -> None:
         await self._close_cutter()  # or the pool would outlive the supervisor
+        await self._layers.close()
         await self._first_reads.close()
         await self._lazy.close()  # or it would want another reader when the supervisor lets go of the first
         (await self.request("shutdown")).close()
         self._lazy.removed()
         await self.close()
+
+
+def _digests(template: Template) -> frozenset[str]:
+    return frozenset(layer.digest for layer in template.layers)
 
 
 def _take_fds(answer: Answer) -> tuple[socket.socket, int | None]:

@@ -1,6 +1,8 @@
 """What the first sandbox of a template reads first: noted once, kept in its store, fetched early from then on."""
 
 import asyncio
+from collections.abc import Container
+from contextlib import suppress
 
 from barchan.backends.container.lazy import LazyReader
 from barchan.errors import BarchanError
@@ -8,7 +10,8 @@ from barchan.image.store import ImageStore
 from barchan.image.template import Layer, Template
 
 RECORD_S = 20.0
-PREFETCH_CHUNKS_MAX = 4096  # of one entry of a record: they go in one packet
+STOP_S = 5.0
+PREFETCH_CHUNKS_MAX = 4096  # of one layer: they go in one packet
 TEMPLATES_MAX = 4096  # that are remembered as seen
 
 
@@ -27,15 +30,19 @@ class FirstReads:
         self._recorded: set[str] = set()  # layers whose reads are noted now
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, template: Template) -> None:
-        """A sandbox of this template is about to start; its layers are mounted."""
+    def begin(self, template: Template, fresh: Container[str]) -> None:
+        """A sandbox of this template is about to start; its layers are mounted, and those of `fresh` only now: of
+        others the kernel may have in memory what the sandbox reads, so that the reader would not hear of it.
+        """
         layers = [layer for layer in template.layers if layer.kind == "lazy"]
         if not layers or template.digest in self._seen:
             return
         self._seen[template.digest] = None
         if len(self._seen) > TEMPLATES_MAX:
             del self._seen[next(iter(self._seen))]
-        task = asyncio.get_running_loop().create_task(self._run(template.digest, layers))
+        task = asyncio.get_running_loop().create_task(
+            self._run(template.digest, layers, [layer.digest for layer in layers if layer.digest in fresh])
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -45,36 +52,45 @@ class FirstReads:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _run(self, template: str, layers: list[Layer]) -> None:
+    async def _run(self, template: str, layers: list[Layer], fresh: list[str]) -> None:
+        noted = [digest for digest in fresh if digest not in self._recorded]
+        self._recorded.update(noted)
         try:
-            await self._fetch_or_note(template, layers)
+            await self._fetch_and_note(template, layers, noted)
         except (BarchanError, OSError) as error:  # it is a hint: sandboxes start without, only slower
             asyncio.get_running_loop().call_exception_handler(
                 {"message": f"the first reads of template {template[:12]} are not known", "exception": error}
             )
+        finally:
+            for digest in noted:  # of those that were told it stops for good
+                with suppress(BarchanError, TimeoutError):
+                    async with asyncio.timeout(STOP_S):
+                        await self._reader.stop_record(digest)
+            self._recorded.difference_update(noted)
 
-    async def _fetch_or_note(self, template: str, layers: list[Layer]) -> None:
+    async def _fetch_and_note(self, template: str, layers: list[Layer], noted: list[str]) -> None:
         from barchan.image.blobs import BlobStore
         from barchan.image.hot import merge_hot, read_hot, write_hot
         from barchan.image.stored import read_lazy
 
         # Before it is known whether that is needed: the sandbox reads already.
-        noted = [layer.digest for layer in layers if layer.digest not in self._recorded]
-        self._recorded.update(noted)
-        try:
-            for digest in noted:
-                await self._reader.start_record(digest)
-            described = await asyncio.to_thread(read_lazy, self._images.layer_path(layers[0]))
-            store = BlobStore.open(described.url)
-            record = await read_hot(store, template)
-            for digest, chunks in record:
-                if any(layer.digest == digest for layer in layers):
-                    await self._reader.prefetch(digest, chunks[:PREFETCH_CHUNKS_MAX])
-            if not record and not store.is_read_only:
-                await asyncio.sleep(self._record_s)
-                found = [(digest, tuple(await self._reader.stop_record(digest))) for digest in noted]
-                record = tuple((digest, chunks) for digest, chunks in found if chunks)
-                if record:
-                    await write_hot(store, template, merge_hot(record, (), chunk_bytes=described.index.chunk_bytes))
-        finally:
-            self._recorded.difference_update(noted)
+        for digest in noted:
+            await self._reader.start_record(digest)
+        described = await asyncio.to_thread(read_lazy, self._images.layer_path(layers[0]))
+        store = BlobStore.open(described.url)
+        record = await read_hot(store, template)
+        wanted: dict[str, list[int]] = {}
+        for digest, chunks in record:
+            wanted.setdefault(digest, []).extend(chunks)
+        for layer in layers:
+            if layer.digest in wanted:
+                await self._reader.prefetch(layer.digest, wanted[layer.digest][:PREFETCH_CHUNKS_MAX])
+        unknown = [digest for digest in noted if digest not in wanted]
+        if not unknown or store.is_read_only:
+            return
+        await asyncio.sleep(self._record_s)
+        found = [(digest, tuple(await self._reader.stop_record(digest))) for digest in unknown]
+        more = tuple((digest, chunks) for digest, chunks in found if chunks)
+        if more:  # beside what others have noted meanwhile
+            stored = await read_hot(store, template)
+            await write_hot(store, template, merge_hot(stored, more, chunk_bytes=described.index.chunk_bytes))

@@ -34,6 +34,7 @@ CACHE_MIB_MIN, CACHE_MIB_MAX = 64, 64 << 10
 MOUNT_TRIES = 3  # while readers are killed
 START_TIMEOUT_S = 60.0
 RESTART_PAUSE_S = 1.0
+MOUNT_WAITS = 5  # times of `wait_s` for a mount, whose metadata may come in many pieces
 MARGIN_S = 30.0  # the reader's own bound comes first
 
 
@@ -99,6 +100,11 @@ class LazyReader:
     @property
     def known(self) -> set[str]:
         """Layers of which something is kept here, mounted or not."""
+        return self.served | {path.stem for path in self._cache.glob("*.data")}
+
+    @property
+    def served(self) -> set[str]:
+        """Those that a reader serves, or did when it died."""
         return {path.stem for path in self._cache.glob("*.lazy")}
 
     async def mount(self, digest: str, path: Path) -> int:
@@ -124,11 +130,16 @@ class LazyReader:
     async def _mount(self, digest: str, path: Path) -> Answer:
         client = await self._client()
         _, directory = await self._fuse()
-        timeout_s = self._settings.wait_s + MARGIN_S
+        timeout_s = MOUNT_WAITS * self._settings.wait_s
         try:
-            answer = await client.request(
-                "mount", fds=[directory], timeout_s=timeout_s, layer=digest, path=os.fspath(path)
-            )
+            async with asyncio.timeout(timeout_s):
+                answer = await client.request(
+                    "mount", fds=[directory], timeout_s=timeout_s + MARGIN_S, layer=digest, path=os.fspath(path)
+                )
+        except TimeoutError as error:  # the reader goes on: the next try finds what has come
+            raise BlobUnavailable(
+                f"the metadata of layer {digest[:12]} did not come within {timeout_s:g} s: its store is too slow"
+            ) from error
         finally:
             os.close(directory)
         if len(answer.fds) != 1:
@@ -136,11 +147,11 @@ class LazyReader:
             raise BackendError(f"the reader sent no mount of layer {digest}")
         return answer
 
-    async def drop(self, digest: str) -> None:
-        """The layer is mounted no more, and its image is gone."""
+    async def drop(self, digest: str, *, keeps_data: bool = False) -> None:
+        """The layer is mounted no more; what is cached of it goes, too, or may stay until room is needed."""
         self._mounted.discard(digest)
         if self._keeper is not None:
-            await self._request("drop", layer=digest)
+            await self._request("drop", layer=digest, data="keep" if keeps_data else "remove")
 
     async def prefetch(self, digest: str, chunks: Iterable[int]) -> None:
         """Have those chunks of a mounted layer fetched and kept, in that order."""
@@ -218,15 +229,24 @@ class LazyReader:
                 client = self._open()
             try:
                 (await client.request("hello", fds=[device], version=VERSION)).close()
-                for digest in self._mounted:
-                    path = os.fspath(self._cache / f"{digest}.lazy")
-                    (await client.request("hold", layer=digest, path=path)).close()
+                for digest in sorted(self._mounted):
+                    await self._hold(client, digest)
             except BaseException:
                 client.close()
                 raise
             return client
         finally:
             os.close(device)
+
+    async def _hold(self, client: SupervisorClient, digest: str) -> None:
+        """One layer that can't be served keeps nobody from the others: reads of it will be reported."""
+        try:
+            path = os.fspath(self._cache / f"{digest}.lazy")
+            (await client.request("hold", layer=digest, path=path)).close()
+        except (BackendError, BlobUnavailable, NotFound) as error:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"the reader can't serve layer {digest[:12]}", "exception": error}
+            )
 
     def _open(self) -> SupervisorClient:
         return SupervisorClient.connect(self._socket, self._event, "reader", _failure)
