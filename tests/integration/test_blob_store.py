@@ -12,10 +12,12 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
+import zstandard
 
 from barchan.errors import (
     BackendError,
@@ -29,12 +31,13 @@ from barchan.errors import (
     TransportError,
 )
 from barchan.image.blobs import BlobStore
-from barchan.image.hot import merge_hot, read_hot, write_hot
+from barchan.image.hot import HOT_BYTES_MAX, cut_hot, merge_hot, read_hot, write_hot
 from barchan.image.pack import pack_tree
 from barchan.image.remote import fetch, pull, push
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.stored import read_chunks, read_lazy
 from barchan.image.template import Layer, Template, TemplateConfig
+from tests.hostile_layers import pack_hostile
 from tests.stores_http import served
 
 pytestmark = pytest.mark.timeout(120)
@@ -353,6 +356,75 @@ async def test_a_damaged_index_in_the_store_is_mended_by_the_next_push(
     os.truncate(only(root, "layers/*/*.data"), 100)
     assert (await push(images, "one", store, quiet)).layers_sent == 1
     assert files(root) == whole
+
+
+async def test_an_index_of_other_data_is_not_taken_for_that_of_the_layer(
+    images: ImageStore, other: ImageStore, root: Path
+) -> None:
+    """Of the right name and the right sizes, from somebody who can write there: the layer is sent, and found whole."""
+    commit(images, "one", content(1))
+    store = BlobStore.open(os.fspath(root))
+    await push(images, "one", store, quiet)
+    path = only(root, "layers/*/*.index")
+    form = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(path.read_bytes()))
+    form["hashes"] = bytes(32) + form["hashes"][32:]
+    stored = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(form))
+    digest = hashlib.sha256(stored).hexdigest()
+    path.with_suffix(".data").rename(path.with_name(f"{digest}.data"))
+    path.with_name(f"{digest}.index").write_bytes(stored)
+    path.unlink()
+    assert (await push(images, "one", store, quiet)).layers_sent == 1
+    await pull(other, "one", store, quiet)
+    assert (await push(other, "one", store, quiet)).layers_sent == 0
+
+
+@pytest.mark.requires("root")
+async def test_a_layer_that_no_packer_made_is_not_pulled(
+    images: ImageStore, other: ImageStore, root: Path, tmp_path: Path
+) -> None:
+    """Its digest is right, and it has a device of the host."""
+    pack_hostile(tmp_path / "tree", tmp_path / "packed")
+    commit(images, "one", (tmp_path / "packed").read_bytes())
+    store = BlobStore.open(os.fspath(root))
+    await push(images, "one", store, quiet)
+    with pytest.raises(BlobCorrupt, match="null is a device"):
+        await pull(other, "one", store, quiet)
+    assert leftovers(other) == []
+
+
+async def test_no_more_is_taken_than_was_asked_for() -> None:
+    """From a server whose headers promise the range, and that sends on and on."""
+    sent = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-65535/1000000\r\n"
+            b"Last-Modified: Mon, 02 Nov 2026 10:00:00 GMT\r\nContent-Length: 314572800\r\n\r\n"
+        )
+        with suppress(ConnectionError):
+            while sent < 300 * MIB:
+                writer.write(bytes(MIB))
+                await writer.drain()
+                sent += MIB
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        store = BlobStore.open(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=10)
+        with pytest.raises(BlobCorrupt, match="more than the 65536 bytes"):
+            await store.get_range("key", 0, 65536)
+    assert sent < 100 * MIB
+
+
+async def test_a_record_of_first_reads_is_cut_to_its_bound() -> None:
+    """Whoever wrote it: only of layers that are wanted, and no more than one may name."""
+    one, other, third = "a" * 64, "b" * 64, "c" * 64
+    record = ((one, tuple(range(10))), (third, (1,)), (other, tuple(range(10))), (one, (11,)))
+    assert cut_hot(record, {one: HOT_BYTES_MAX // 16, other: HOT_BYTES_MAX // 8}) == (
+        (one, tuple(range(10))),
+        (other, (0, 1, 2)),
+    )
 
 
 async def test_a_damaged_layer_is_not_pushed(images: ImageStore, root: Path) -> None:
