@@ -15,6 +15,8 @@ from barchan.image.pack import pack_tree
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.template import LAYERS_MAX, Layer, TemplateConfig
 from barchan.model.image import MERGED_PREFIX
+from barchan.sdk.build import build
+from barchan.sdk.recipe import Recipe, Run
 from tests.nodes import NodeProcess
 from tests.stores import copy_base, node_of_its_own
 
@@ -127,6 +129,22 @@ def put(node: NodeProcess, name: str, files: dict[str, str]) -> str:
         layer = NewLayer(Layer(digest, "erofs"), workspace / "layer.erofs")
         store.commit(TemplateConfig(name=name, user="root"), (layer,))
     return name
+
+
+async def test_a_shared_layer_that_one_image_has_renamed(client: AsyncClient) -> None:
+    """Below its own layer, which counts once, a renamed directory would be empty: that order and base are refused."""
+    shared = Run(command="mkdir /opt/old; echo x > /opt/old/file")
+    for name, command in (("moved", "mv /opt/old /opt/new"), ("other", "touch /other")):
+        image = await build(client, Recipe(base="debian", steps=(shared, Run(command=command))))
+        assert len((await client.name_image(image, name)).layers) == 3
+    assert await read(client, "debian", "cat /opt/new/file; ls -d /other", ("other", "moved")) == "x\n/other"
+    assert await read(client, "debian", "cat /opt/new/file", ("moved", "moved")) == "x"
+    with pytest.raises(barchan.Conflict, match=r"images debian .* can't be put together: layer .* has renamed"):
+        await client.create("debian", layers=["moved", "other"])
+    with pytest.raises(barchan.Conflict, match="has renamed"):
+        await client.create("moved", layers=["other"])
+    (done,) = await client.rebase("debian", "moved", names=["other"])
+    assert "has renamed" in done.refused
 
 
 async def test_more_layers_than_a_sandbox_can_have(client: AsyncClient, node: NodeProcess) -> None:

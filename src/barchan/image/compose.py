@@ -50,7 +50,8 @@ def compose(base: Template, above: Sequence[Template]) -> Template:
     """The template of sandboxes that have the own layers of `above`, the last one topmost, on a base.
 
     User, directory and what other runtimes start are the base's; variables are merged. Of a layer that would come
-    twice only the upper one stays: the lower one could show nothing that is not there already.
+    twice only the upper one stays: the lower one could show nothing that is not there already, but for directories
+    that a layer between both has renamed (`turned_over`).
     """
     if not above:
         return base
@@ -79,6 +80,42 @@ def distinct(layers: Iterable[Layer]) -> tuple[Layer, ...]:
     for layer in layers:
         found.setdefault(layer.digest, layer)
     return tuple(found.values())
+
+
+def turned_over(stacks: Iterable[Sequence[Layer]], layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Those of `layers`, made of all `stacks`, that lie below a layer that they lie above in their own stack.
+
+    That comes of counting a layer once. A directory that they renamed there, and that it has, would be empty.
+    """
+    places = {layer.digest: place for place, layer in enumerate(layers)}
+    found = []
+    for stack in stacks:
+        highest = len(layers)
+        for layer in reversed(stack):
+            place = places[layer.digest]
+            if highest < place:
+                found.append(layer)
+            highest = min(highest, place)
+    return distinct(found)
+
+
+def renames(layer: "Erofs") -> bool:
+    """Whether a directory goes on in the layers below under another name. Blocking.
+
+    Raises:
+        BlobCorrupt: The layer is damaged.
+    """
+    from barchan.image.stack import REDIRECT
+
+    return any(inode.is_dir and inode.xattr_bytes and REDIRECT in layer.xattrs(inode) for _, inode in layer.walk())
+
+
+def turned_over_error(what: str, layer: Layer) -> Conflict:
+    return Conflict(
+        f"{what} can't be put together: layer {layer.digest[:12]} has renamed a directory of a layer that another "
+        "image has, too, and that would lie above it (try: another order, or build one image on the other)",
+        layer=layer.digest,
+    )
 
 
 def meetings(base: Template, above: Sequence[Template]) -> Iterator[tuple[Template, Template, Meeting]]:

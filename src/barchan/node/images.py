@@ -4,6 +4,7 @@ Layers are read and written in threads, one after the other: nothing here holds 
 """
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -28,6 +29,7 @@ from barchan.node.store_images import StoreImages
 
 MERGED_LAYERS = 24  # what a stack that is too long comes down to: the next merge is far, and lookups stay cheap
 MEETINGS_MAX = 100_000  # remembered, in some 200 bytes each
+RENAMES_MAX = 10_000
 REBASE_BATCH = 50
 
 
@@ -38,6 +40,7 @@ class NodeImages:
         self.store = store
         self.remote = StoreImages(store, store_url) if store_url else None
         self._clashes: dict[bytes, Clash | None] = {}  # by the keys of meetings
+        self._renames = functools.lru_cache(RENAMES_MAX)(self._look_for_renames)
         self._looking = asyncio.Lock()
         self._merging = asyncio.Lock()
 
@@ -62,7 +65,8 @@ class NodeImages:
 
         Raises:
             NotFound: No such image.
-            Conflict: One of the images has a directory where another has none.
+            Conflict: One of the images has a directory where another has none, or they share a layer between which one
+                has renamed directories.
             InvalidSpec: More layers than a sandbox can have, and of a kind that can't be merged.
         """
         base = await self.resolve(spec.template)
@@ -75,6 +79,8 @@ class NodeImages:
             if (clash := clashes[meeting]) is not None:
                 raise compose.clash_error(upper.name, lower.name, clash)
         template = compose.compose(base, above)
+        stacks = [*map(compose.own_layers, above), base.layers]
+        await self._check_order(f"images {' + '.join((spec.template, *spec.layers))}", stacks, template.layers)
         layers, base_layers = await self.fitted(template.layers, template.base_layers, LAYERS_MAX)
         if layers == template.layers:
             return template
@@ -123,6 +129,19 @@ class NodeImages:
                 return opened[layer]
 
             return {key: compose.clash_of(meeting, open_once) for key, meeting in met.items()}
+
+    async def _check_order(self, what: str, stacks: Sequence[Sequence[Layer]], layers: Sequence[Layer]) -> None:
+        """Refuse what would lose directories, see `compose.turned_over`."""
+        for layer in compose.turned_over(stacks, layers):
+            if await finished(asyncio.to_thread(self._renames, layer)):
+                raise compose.turned_over_error(what, layer)
+
+    def _look_for_renames(self, layer: Layer) -> bool:
+        opened = self.open_layer(layer)
+        if opened is None:
+            return False
+        with opened:
+            return compose.renames(opened)
 
     def drop_needless_opaque(self, packed: Path, below: Sequence[Layer]) -> None:
         """Take out of a new layer what would hide other images in other stacks and hides nothing in this. Blocking.
@@ -247,9 +266,14 @@ class NodeImages:
             return None
         try:
             clash = (await self._look([meeting]))[meeting]
+            if clash is not None:
+                return compose.clash_error(template.name, new.name, clash)
+            stacks = (template.layers[: -len(old.layers)], new.layers)
+            _, layers = compose.on_another_base(template, old, new)
+            await self._check_order(f"image {template.name!r} and base {new.name!r}", stacks, layers)
         except BarchanError as error:
             return error
-        return compose.clash_error(template.name, new.name, clash) if clash is not None else None
+        return None
 
     def _rebase(
         self, template: Template, old: Template, new: Template, total: int, error: BarchanError | None

@@ -12,6 +12,7 @@ from barchan.image.compose import (
     own_layers,
     run_to_merge,
     stands_on,
+    turned_over,
 )
 from barchan.image.template import GUEST_PATH, Layer, Template
 
@@ -54,6 +55,15 @@ def test_a_digest_counts_once() -> None:
     assert compose(DEBIAN, [TOOL, TASK, TOOL]).layers == layers("TtkD")
     whole = compose(DEBIAN, [image("whole", "xD")])
     assert (whole.layers, whole.base_layers) == (layers("xD"), 0)
+
+
+def test_layers_below_what_they_were_made_on_are_found() -> None:
+    """That comes of a layer that counts once; in their own order, or with others between, nothing is turned over."""
+    assert turned_over([layers("xS"), layers("yS")], layers("ySx")) == layers("x")
+    assert turned_over([layers("yS"), layers("xS")], layers("xSy")) == layers("y")
+    assert turned_over([layers("xS"), layers("xS")], layers("xS")) == ()
+    assert turned_over([layers("xS"), layers("yaS")], layers("xySa")) == layers("ya")[1:]
+    assert turned_over([layers("x"), layers("yD")], layers("xyD")) == ()
 
 
 def test_an_image_stands_on_its_base_however_that_is_kept_now() -> None:
