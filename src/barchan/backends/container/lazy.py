@@ -193,7 +193,9 @@ class LazyReader:
 
     async def _client(self) -> SupervisorClient:
         self._keep()
-        return await asyncio.shield(self._connected)
+        while (client := await asyncio.shield(self._connected)).lost.done():
+            await asyncio.sleep(0)  # its keeper is about to see that
+        return client
 
     def _keep(self) -> None:
         if self._keeper is None or self._keeper.done():
