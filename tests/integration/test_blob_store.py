@@ -174,31 +174,6 @@ async def test_an_image_is_found_by_its_whole_digest(images: ImageStore, other: 
         await fetch(other, "0" * 64, store)
 
 
-async def test_layers_that_are_here_are_not_fetched(images: ImageStore, root: Path) -> None:
-    """A template that is made of layers of this store uses them as they are, lazily or whole."""
-    made = commit(images, "one", content(1))
-    store = BlobStore.open(os.fspath(root))
-    await push(images, "one", store, quiet)
-    found = await fetch(images, "one", store, local_name="again")
-    assert found.layers == made.layers
-    shutil.rmtree(root / "layers")
-    assert (await pull(images, "one", store, quiet, local_name="pulled")).layers == made.layers
-
-
-async def test_a_pull_mends_a_layer_that_is_damaged_here(images: ImageStore, root: Path) -> None:
-    """What is right stays as it is, and what is not comes again: no other image has to be removed first."""
-    made = commit(images, "one", content(1), content(2))
-    store = BlobStore.open(os.fspath(root))
-    await push(images, "one", store, quiet)
-    bad, good = map(images.layer_path, made.layers)
-    inode = good.stat().st_ino
-    with bad.open("r+b") as file:
-        file.write(b"damage")
-    await pull(images, "one", store, quiet, local_name="pulled")
-    assert bad.read_bytes() == content(1)
-    assert good.stat().st_ino == inode
-
-
 async def test_what_is_missing_and_what_is_dead_are_told_apart(tmp_path: Path, other: ImageStore, root: Path) -> None:
     """No such image: the caller's fault. No store, an empty directory, nobody listening: the platform's."""
     with pytest.raises(ConnectionLost, match="is not there"):
