@@ -5,7 +5,6 @@ import functools
 import hashlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
