@@ -91,12 +91,18 @@ class Served:
 
     async def end(self) -> None:
         """Let go of the file system: the reader ends by itself."""
+        started = [pid for pid in self.pids() if parent(pid) == os.getpid()]
         await self.reader.close()
         for fd in (self.mounted, self.directory, self.device):
             if fd >= 0:
                 os.close(fd)
-        while self.pids():
+        while self.pids() or any(Path(f"/proc/{pid}").exists() for pid in started):
             await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)  # for the loop to hear that they are
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def sha256(name: str) -> str:
@@ -255,7 +261,7 @@ async def test_a_layer_whose_description_is_spoilt_hurts_no_other(served: Served
 async def test_without_the_child_that_mounts_another_reader_comes(served: Served) -> None:
     """A reader that can't mount is of no use for new sandboxes, and ends."""
     pids = served.pids()
-    (child,) = [pid for pid in pids if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) in pids]
+    (child,) = [pid for pid in pids if parent(pid) in pids]
     os.kill(child, signal.SIGKILL)
     while set(pids) & set(served.pids()):
         await asyncio.sleep(0.01)
