@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import hashlib
 import io
+import threading
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
@@ -14,8 +15,10 @@ from msgspec import Struct
 from barchan.errors import InvalidSpec, RequirementMissing
 from barchan.image.archives import LayoutSink, write_archive
 from barchan.image.diff_tar import diff_tar
+from barchan.image.erofs import Erofs
 from barchan.image.intake import LAYERS_AT_ONCE, in_thread, open_layer, write_hint
 from barchan.image.oci import CONFIG, LAYER_GZIP, LAYER_ZSTD, Descriptor, image_config, image_manifest, sha256
+from barchan.image.pack import pack_tree
 from barchan.image.registry_image import RegistryImage, RegistrySink
 from barchan.image.registry_rules import new_session
 from barchan.image.sources import DEFAULT_REGISTRIES, FileImage, RegistryOptions, open_registry, parse
@@ -101,6 +104,7 @@ async def _push(
     store: ImageStore, template: Template, sink: Sink, workspace: Path, compression: Compression, progress: Progress
 ) -> Pushed:
     bounded = asyncio.Semaphore(LAYERS_AT_ONCE)
+    opener = _Opener(store, workspace)
     done: dict[int, Diff] = {}
     brought = 0
 
@@ -117,7 +121,7 @@ async def _push(
             known = _known(store, stack, compression)
             if known is None or not await sink.has(known.blob):
                 path = workspace / f"{position}.tar"
-                known = await in_thread(lambda stop: _write_diff(store, stack, path, compression))
+                known = await in_thread(lambda stop: _write_diff(opener, stack, path, compression))
                 _remember(store, stack, compression, known)
                 await bring(path, known.blob)
             done[position] = known
@@ -139,10 +143,27 @@ async def _push(
     return Pushed(sha256(manifest), brought)
 
 
-def _write_diff(store: ImageStore, stack: tuple[Layer, ...], target: Path, compression: Compression) -> Diff:
+class _Opener:
+    """Opens the layers of an image, from several threads; one that is kept as a directory is packed once for that."""
+
+    def __init__(self, store: ImageStore, workspace: Path) -> None:
+        self._store, self._workspace = store, workspace
+        self._packing = threading.Lock()
+
+    def open(self, layer: Layer) -> Erofs:
+        if layer.kind != "dir":
+            return open_layer(self._store, layer, self._workspace)
+        packed = self._workspace / f"{layer.digest}.erofs"
+        with self._packing:
+            if not packed.exists():
+                pack_tree(self._store.layer_path(layer), packed)
+        return Erofs.open(packed)
+
+
+def _write_diff(opener: _Opener, stack: tuple[Layer, ...], target: Path, compression: Compression) -> Diff:
     """Write the uppermost layer of a stack as a compressed tar; the others say what a renamed folder of it holds."""
     with ExitStack() as exits:
-        layers = [exits.enter_context(open_layer(store, layer, target.parent)) for layer in stack]
+        layers = [exits.enter_context(opener.open(layer)) for layer in stack]
         file = exits.enter_context(target.open("wb"))
         packed = _Sum(file)
         writer = _compressor(packed, compression)

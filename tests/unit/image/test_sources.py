@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
-from barchan.image import intake, sources
+from barchan.image import export, intake, sources
 from barchan.image.archives import Archive
 from barchan.image.erofs import Erofs
 from barchan.image.export import push
-from barchan.image.pack import Limits
+from barchan.image.pack import Limits, pack_tree
 from barchan.image.store import ImageStore
 from barchan.image.template import LAYERS_MAX, Template
 from tests.layouts import Layout, member, sha256, tar_of
@@ -340,6 +340,33 @@ async def test_what_goes_out_comes_back_the_same(tmp_path: Path, store: ImageSto
         assert back.digest == made.digest
         assert [layer.digest for layer in back.layers] == [layer.digest for layer in made.layers]
     assert sorted(left(store)) == sorted([*(f"{layer.digest}.erofs" for layer in made.layers), "mine.json"])
+
+
+@pytest.mark.requires("root", "fsck.erofs")
+async def test_a_layer_kept_as_a_directory_is_packed_once(
+    tmp_path: Path, store: ImageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many layers lie above it; what goes out is the same."""
+    layout = Layout(tmp_path / "in", ONE, TWO, tar_of(("c", b"4")))
+    await pull(store, f"oci:{layout.path}", name="whole")
+    await sources.pull(
+        ImageStore(tmp_path / "other"),
+        f"oci:{layout.path}",
+        kind="dir",
+        progress=lambda stage: None,
+        wishes=sources.Wishes(name="whole"),
+    )
+    packed = []
+
+    def packs(tree: Path, target: Path) -> str:
+        packed.append(tree)
+        return pack_tree(tree, target)
+
+    monkeypatch.setattr(export, "pack_tree", packs)
+    expected = await push(store, "whole", f"oci:{tmp_path / 'one'}", progress=lambda stage: None)
+    again = await push(ImageStore(tmp_path / "other"), "whole", f"oci:{tmp_path / 'two'}", progress=lambda stage: None)
+    assert again.digest == expected.digest
+    assert len(packed) == len(set(packed)) == 3
 
 
 @pytest.mark.parametrize(
