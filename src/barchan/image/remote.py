@@ -27,6 +27,7 @@ from barchan.errors import BarchanError, BlobCorrupt, ConnectionLost, InvalidSpe
 from barchan.image.blobs import BlobStore, no_room
 from barchan.image.chunks import LAYER_BYTES_MAX, ChunkIndex, encode_layer, is_index_of
 from barchan.image.download import Downloads
+from barchan.image.erofs import Erofs
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.stored import data_key, index_key, layer_prefix, read_index, read_lazy, write_lazy
 from barchan.image.template import LAYERS_MAX, Layer, LayerKind, Template, TemplateConfig, template_digest
@@ -105,6 +106,7 @@ async def push(images: ImageStore, name: str, store: BlobStore, progress: Progre
     Raises:
         NotFound: No such image here.
         InvalidSpec: A layer is kept in a way that can't be sent, or the store can only be read.
+        RequirementMissing: A layer is compressed, as earlier releases made them.
         BlobCorrupt: A layer is damaged here.
         CapacityError, Denied, TransportError: As `BlobStore.put`.
     """
@@ -261,6 +263,11 @@ def _is_same(images: ImageStore, layer: Layer, index: ChunkIndex) -> bool:
         raise NotFound(f"layer {layer.digest} is not here any more: its image was removed") from None
 
 
+def _encode(source: Path, layer: str, data: Path) -> tuple[ChunkIndex, bytes]:
+    Erofs.open(source).close()  # whoever gets one that can't be looked into refuses it
+    return encode_layer(source, layer, data)
+
+
 async def _send_layer(images: ImageStore, layer: Layer, store: BlobStore, progress: Progress) -> ChunkIndex:
     if layer.kind == "lazy":
         raise InvalidSpec(
@@ -273,7 +280,7 @@ async def _send_layer(images: ImageStore, layer: Layer, store: BlobStore, progre
             data = workspace / "data"
             progress(f"{what}: packing", 0, 0)
             try:
-                encoding = asyncio.to_thread(encode_layer, images.layer_path(layer), layer.digest, data)
+                encoding = asyncio.to_thread(_encode, images.layer_path(layer), layer.digest, data)
                 index, stored = await finished(encoding)
             except FileNotFoundError:
                 raise NotFound(f"layer {layer.digest} is not here any more: its image was removed") from None

@@ -70,7 +70,7 @@ class FirstReads:
 
     async def _fetch_and_note(self, template: str, layers: list[Layer], noted: list[str]) -> None:
         from barchan.image.blobs import BlobStore
-        from barchan.image.hot import merge_hot, read_hot, write_hot
+        from barchan.image.hot import cut_hot, merge_hot, read_hot, write_hot
         from barchan.image.stored import read_lazy
 
         # Before it is known whether that is needed: the sandbox reads already.
@@ -80,7 +80,7 @@ class FirstReads:
         store = BlobStore.open(described.url)
         record = await read_hot(store, template)
         wanted: dict[str, list[int]] = {}
-        for digest, chunks in record:
+        for digest, chunks in cut_hot(record, await asyncio.to_thread(self._chunk_bytes, layers)):
             wanted.setdefault(digest, []).extend(chunks)
         for layer in layers:
             if layer.digest in wanted:
@@ -94,3 +94,8 @@ class FirstReads:
         if more:  # beside what others have noted meanwhile
             stored = await read_hot(store, template)
             await write_hot(store, template, merge_hot(stored, more, chunk_bytes=described.index.chunk_bytes))
+
+    def _chunk_bytes(self, layers: list[Layer]) -> dict[str, int]:
+        from barchan.image.stored import read_lazy
+
+        return {layer.digest: read_lazy(self._images.layer_path(layer)).index.chunk_bytes for layer in layers}
