@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 from barchan.errors import InvalidSpec, NotFound
-from barchan.image.pack import make_layer
+from barchan.image.pack import DEFAULT_LIMITS, Limits, make_layer
 from barchan.image.store import ImageStore
 from barchan.image.template import LayerKind, Template, TemplateConfig
 from barchan.image.tools import Progress
@@ -20,13 +20,18 @@ REFUSED = {
 
 
 def import_directory(
-    store: ImageStore, path: Path, config: TemplateConfig, kind: LayerKind, progress: Progress
+    store: ImageStore,
+    path: Path,
+    config: TemplateConfig,
+    kind: LayerKind,
+    progress: Progress,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> Template:
     """Make a template with one layer of the directory's content.
 
     Raises:
         NotFound: There is no such directory.
-        InvalidSpec: It holds something that a layer can't; the message names the entry.
+        InvalidSpec: It holds something that a layer can't, or more than the limits allow; the message names the entry.
     """
     config.check()
     if not path.is_dir():
@@ -35,7 +40,7 @@ def import_directory(
     check_tree(path)
     with store.workspace() as workspace:
         progress("packing the layer")
-        layer = make_layer(path, workspace, kind)
+        layer = make_layer(path, workspace, kind, limits)
         progress("storing the layer")
         return store.commit(config, (layer,))
 

@@ -94,7 +94,7 @@ def pack_tar(source: BinaryIO, target: Path, *, limits: Limits = DEFAULT_LIMITS)
     return _pack([*_limits(limits), "--tar", "--"], target, limits, "the archive can't be a layer", source)
 
 
-def make_layer(tree: Path, workspace: Path, kind: LayerKind) -> NewLayer:
+def make_layer(tree: Path, workspace: Path, kind: LayerKind, limits: Limits = DEFAULT_LIMITS) -> NewLayer:
     """Pack a tree of this host as a layer in `workspace`; owners and modes are kept, times and attributes are not.
 
     Whatever `kind`, the digest is that of the EROFS file, so that it names the same content on every machine.
@@ -103,7 +103,7 @@ def make_layer(tree: Path, workspace: Path, kind: LayerKind) -> NewLayer:
         InvalidSpec, CapacityError, RequirementMissing: As `pack_tree`.
     """
     packed = workspace / "layer.erofs"
-    digest = pack_tree(tree, packed, mtime_unix_s=MTIME_UNIX_S)
+    digest = pack_tree(tree, packed, mtime_unix_s=MTIME_UNIX_S, limits=limits)
     return keep_as(packed, digest, workspace, kind)
 
 

@@ -144,7 +144,7 @@ async def pull(
     if isinstance(place, GitSource):
         return await in_thread(lambda stop: _pull_git(store, place, kind, progress, stop, wishes, limits))
     if isinstance(place, FileImage) and place.kind == "dir":
-        return await in_thread(lambda stop: _pull_directory(store, place.path, kind, progress, wishes))
+        return await in_thread(lambda stop: _pull_directory(store, place.path, kind, progress, wishes, limits))
     async with AsyncExitStack() as exits:
         origin: ImageSource
         if isinstance(place, RegistryImage):
@@ -186,7 +186,9 @@ def _open_file(place: FileImage) -> ImageSource:
     return LayoutSource(Archive(place.path), where, place.tag)
 
 
-def _pull_directory(store: ImageStore, tree: Path, kind: LayerKind, progress: Progress, wishes: Wishes) -> Template:
+def _pull_directory(
+    store: ImageStore, tree: Path, kind: LayerKind, progress: Progress, wishes: Wishes, limits: Limits
+) -> Template:
     if not tree.is_dir():
         raise NotFound(f"{tree} is not a directory", path=str(tree))
     config = TemplateConfig(
@@ -195,7 +197,7 @@ def _pull_directory(store: ImageStore, tree: Path, kind: LayerKind, progress: Pr
         env={"PATH": GUEST_PATH},
         source=f"dir:{tree}",
     )
-    return import_directory(store, tree, wishes.apply(config), kind, progress)
+    return import_directory(store, tree, wishes.apply(config), kind, progress, limits)
 
 
 def _pull_git(
@@ -220,4 +222,4 @@ def _pull_git(
             source=f"{source.shown.rpartition('@')[0]}@{commit}",
         )
         progress("packing the layer")
-        return store.commit(wishes.apply(config), (make_layer(tree, workspace, kind),))
+        return store.commit(wishes.apply(config), (make_layer(tree, workspace, kind, limits),))

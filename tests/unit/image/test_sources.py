@@ -197,6 +197,16 @@ async def test_bombs_are_refused(tmp_path: Path, store: ImageStore) -> None:
         assert left(store) == []
 
 
+async def test_trees_are_bounded_too(tmp_path: Path, store: ImageStore) -> None:
+    """Folders of this machine have the limits that archives have."""
+    (tmp_path / "tree").mkdir()
+    for number in range(5):
+        (tmp_path / "tree" / str(number)).touch()
+    with pytest.raises(InvalidSpec, match="more than 4 entries"):
+        await pull(store, f"dir:{tmp_path / 'tree'}", limits=Limits(entries_max=4))
+    assert left(store) == []
+
+
 async def test_a_layer_larger_than_it_says_is_not_read_on(tmp_path: Path, store: ImageStore) -> None:
     """The manifest's size is a bound, not a guess."""
     layout = Layout(tmp_path / "layout", ONE)
