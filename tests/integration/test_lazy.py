@@ -261,6 +261,20 @@ async def test_a_layer_that_became_whole_is_read_from_its_file(make_place: MakeP
         assert place.cached_bytes() == 0
 
 
+async def test_time_spent_waiting_for_a_store_is_no_time_out(make_place: MakePlace) -> None:
+    """A program whose time goes by so ends its sandbox as lost; one that sleeps has had its time."""
+    place = await make_place("--image-wait-s", "3600")
+    async with place.client() as client:
+        reading, sleeping = await client.create("data"), await client.create("data")
+        place.store.rename(place.store.with_name("away"))
+        with pytest.raises(BlobUnavailable, match="have waited"):
+            await reading.exec("cat /data/f00 /data/f20", timeout_s=2)
+        result = await sleeping.exec("sleep 600", timeout_s=2)
+        assert result.timed_out
+        place.store.with_name("away").rename(place.store)
+        assert await sums(sleeping, "f02") == {"f02": place.sums["f02"]}
+
+
 async def test_a_store_that_is_away_for_a_while_is_waited_for(make_place: MakePlace) -> None:
     """Reads wait within the bound, and succeed."""
     place = await make_place()

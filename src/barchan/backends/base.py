@@ -59,6 +59,11 @@ class Handle(Protocol):
         Cancellation: Nothing is left but the file, which may be half written.
         """
 
+    async def end_if_starved(self, within_s: float) -> bool:
+        """End the sandbox, as one whose image is unavailable, if its programs have spent the last `within_s` seconds
+        waiting for bytes of its image rather than running. False: it lives on.
+        """
+
     def oom_kills(self) -> int:
         """The kernel's count of out-of-memory kills under the guest's memory limit."""
 

@@ -123,7 +123,7 @@ class Processes:
         collector = Collector(request.max_output_bytes)
         process = await self._patient_start(start, collector)
         self._feed(process, request.stdin)
-        timer = self._guest.loop.call_later(request.timeout_s, self._deadline, process)
+        timer = self._guest.loop.call_later(request.timeout_s, self._deadline, process, request.timeout_s)
         try:
             await collector.done
         finally:
@@ -145,7 +145,7 @@ class Processes:
         process = await self._patient_start(self._start(request, flags, request.spool_bytes), None)
         self._feed(process, request.stdin)
         if request.timeout_s is not None and process.exit is None:
-            timer = self._guest.loop.call_later(request.timeout_s, self._deadline, process)
+            timer = self._guest.loop.call_later(request.timeout_s, self._deadline, process, request.timeout_s)
             self._deadlines.append(timer)
         return self.info(process)
 
@@ -186,13 +186,19 @@ class Processes:
             if last:
                 return reached
 
-    def _deadline(self, process: GuestProcess) -> None:
+    def _deadline(self, process: GuestProcess, timeout_s: float) -> None:
         if process.exit is not None:
             return
-        process.timed_out = True
-        task = self._guest.loop.create_task(self._kill(process))
+        task = self._guest.loop.create_task(self._time_out(process, timeout_s))
         self._feeders.add(task)
         task.add_done_callback(self._feeders.discard)
+
+    async def _time_out(self, process: GuestProcess, timeout_s: float) -> None:
+        """Its time is over, unless it had none: for want of bytes of its image."""
+        if await self._handle.end_if_starved(timeout_s) or process.exit is not None:
+            return
+        process.timed_out = True
+        await self._kill(process)
 
     async def _kill(self, process: GuestProcess) -> None:
         """Kill everything of one start. A guest that does not even do that is given up."""

@@ -39,6 +39,9 @@ SHM_BYTES = 64 << 20
 CPU_PERIOD_US = 100_000
 LAYER_DISKS_MAX = 2  # a layer of a sandbox, in sizes of its disk: parts of sparse files take more room in it
 LAYER_BYTES_SPARE = 64 << 20
+STARVED_S = 1.0  # for which a read waits when a program's time is over
+STARVED_SHARE = 0.5  # of a program's time, in which its sandbox's reads waited
+STARVED_ANSWER_S = 3.0  # less than the margin that the init leaves
 BINARIES = Path(__file__).parents[2] / "_guest"
 NETWORKS = {"none": "none", "allow": "proxy", "open": "open"}
 
@@ -115,6 +118,9 @@ class ContainerHandle:
     async def pack(self, target: Path) -> None:
         cutter = await self._backend.cutter()
         await cutter.pack(self.sandbox_id, self._counters.guest, self._cutting, target, self._layer_bytes_max)
+
+    async def end_if_starved(self, within_s: float) -> bool:
+        return await self._backend.end_if_starved(self.sandbox_id, within_s)
 
     def oom_kills(self) -> int:
         return self._counters.oom_kills()
@@ -219,6 +225,22 @@ class ContainerBackend:
         for sandbox_id in ids:
             kill(self._counters(sandbox_id).guest)
         self.on_unavailable(ids, f"layer {wanted.layer[:12]}: {wanted.cause}")
+
+    async def end_if_starved(self, sandbox_id: str, within_s: float) -> bool:
+        """See `Handle.end_if_starved`."""
+        if not self._layers.any_lazy(self._uses.get(sandbox_id, ())):
+            return False
+        try:
+            async with asyncio.timeout(STARVED_ANSWER_S):
+                waited_s, waiting_s = await self._lazy.waited(f"/barchan/{self._name}/{sandbox_id}", within_s)
+        except (BarchanError, TimeoutError):  # then reads are not answered, either
+            waited_s = waiting_s = within_s
+        if waiting_s < STARVED_S and waited_s < STARVED_SHARE * within_s:
+            return False
+        kill(self._counters(sandbox_id).guest)
+        waited_s = max(waited_s, waiting_s)
+        self.on_unavailable([sandbox_id], f"its reads have waited {waited_s:.1f} s of {within_s:g} s for their store")
+        return True
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> ContainerHandle:
         async with self._layers.mounted(template.layers) as fresh:

@@ -57,6 +57,10 @@ class Layers:
             made.set_result(None)
             self._mounts[digest] = _Mount(made, is_lazy=digest in served)
 
+    def any_lazy(self, digests: Iterable[str]) -> bool:
+        """Whether one of them is read on demand."""
+        return any(mount is not None and mount.is_lazy for mount in map(self._mounts.get, digests))
+
     @asynccontextmanager
     async def mounted(self, layers: Sequence[Layer]) -> AsyncIterator[frozenset[str]]:
         """All of them are mounted, and stay so inside; a sandbox made inside keeps them for as long as it lives.

@@ -171,6 +171,11 @@ class LazyReader:
         message = await self._request("stats")
         return {key: int(value) for key, value in message.pairs if key != "tag"}
 
+    async def waited(self, group: str, within_s: float) -> tuple[float, float]:
+        """For how many of the last `within_s` reads of a control group have waited, and for how long one does now."""
+        message = await self._request("waits", group=group, ms=int(within_s * 1000))
+        return message.number("waited_ms") / 1000, message.number("waiting_ms") / 1000
+
     async def close(self) -> None:
         """Let go; the reader serves on."""
         keeper, self._keeper = self._keeper, None
@@ -193,9 +198,11 @@ class LazyReader:
 
     async def _client(self) -> SupervisorClient:
         self._keep()
-        while (client := await asyncio.shield(self._connected)).lost.done():
+        while True:
+            client = await asyncio.shield(self._connected)
+            if not client.lost.done():
+                return client
             await asyncio.sleep(0)  # its keeper is about to see that
-        return client
 
     def _keep(self) -> None:
         if self._keeper is None or self._keeper.done():

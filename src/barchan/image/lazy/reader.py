@@ -20,6 +20,7 @@ from barchan.image.lazy.control import Answer, Control
 from barchan.image.lazy.device import Device, File
 from barchan.image.lazy.fetch import Fetcher, StorePair, Traffic
 from barchan.image.lazy.protocol import node_id_of
+from barchan.image.lazy.waits import Waits
 from barchan.image.stored import read_lazy, write_durably
 from barchan.wire import supervisor as wire
 
@@ -68,6 +69,7 @@ class Reader:
         self._stores: dict[str, StorePair] = {}
         self._reports: dict[int, _Report] = {}
         self._reports_made = 0
+        self._waits = Waits()
         self._device: Device | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.ended = asyncio.Event()
@@ -84,6 +86,7 @@ class Reader:
                 "prefetch": self._prefetch,
                 "record": self._record,
                 "stats": self._stats,
+                "waits": self._waited,
                 "ended": self._acknowledged,
             },
         )
@@ -187,12 +190,15 @@ class Reader:
 
     async def _answer(self, unique: int, node_id: int, offset: int, size: int, pid: int) -> None:
         assert self._device is not None
+        began = self._loop.time()
         work = self._loop.create_task(self._obtain(node_id, offset, size, pid))
         while not (await asyncio.wait({work}, timeout=DYING_POLL_S))[0]:
+            self._waits.begin(unique, pid, began)
             if pid and _is_dying(pid):  # it will not see any answer, and waits for one nevertheless
                 work.cancel()
                 await asyncio.wait({work})
                 break
+        self._waits.end(unique, self._loop.time())
         data = None if work.cancelled() else work.result()
         if data is None:
             self._device.fail(unique, errno.EIO)
@@ -337,6 +343,13 @@ class Reader:
             "hits": sum(layer.hits for layer in self._cache.layers.values()),
             "waiting": len(self._reports),
         }, []
+
+    async def _waited(self, message: wire.Message, fds: list[int]) -> Answer:
+        """How long reads of a control group have waited in the last `ms`."""
+        _close(fds)
+        now = self._loop.time()
+        waited_s, waiting_s = self._waits.of(message.get("group"), now - message.number("ms") / 1000, now)
+        return {"waited_ms": int(waited_s * 1000), "waiting_ms": int(waiting_s * 1000)}, []
 
     async def _acknowledged(self, message: wire.Message, fds: list[int]) -> Answer:
         """Nobody who waits for that report's read will run again."""
