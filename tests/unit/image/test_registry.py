@@ -332,13 +332,13 @@ async def test_an_upload_that_the_registry_forgets_again_and_again_ends(
             async for _ in request.content.iter_any():
                 pass
             parts += 1
-            assert parts < 100
-            return web.Response(status=202 if parts % 2 else 500, headers=here)
+            return web.Response(status=202 if parts % 2 and parts < 200 else 500, headers=here)
         return web.Response(status=202, headers=here)
 
     server.handler = answer
     with pytest.raises(TransportError, match="status 500"):
         await open_registry().upload("a/b", tmp_path / "blob", Descriptor("x", sha256(data), len(data)))
+    assert parts < 50
 
 
 async def test_a_registry_that_fails_in_a_layer_is_not_called_corrupt(
