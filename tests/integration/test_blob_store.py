@@ -36,7 +36,7 @@ from barchan.image.remote import fetch, pull, push
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.stored import read_chunks, read_lazy
 from barchan.image.template import Layer, Template, TemplateConfig
-from tests.hostile_layers import pack_hostile
+from tests.hostile_layers import pack_hostile, pack_labelled
 from tests.stores_http import served
 
 pytestmark = pytest.mark.timeout(120)
@@ -353,15 +353,19 @@ async def test_an_index_of_other_data_is_not_taken_for_that_of_the_layer(
 
 
 @pytest.mark.requires("root")
+@pytest.mark.parametrize(
+    ("pack", "why"),
+    [(pack_hostile, "null is a device"), (pack_labelled, r"tool has an attribute .* security\.capability")],
+)
 async def test_a_layer_that_no_packer_made_is_not_pulled(
-    images: ImageStore, other: ImageStore, root: Path, tmp_path: Path
+    images: ImageStore, other: ImageStore, root: Path, tmp_path: Path, pack: Callable[[Path, Path], str], why: str
 ) -> None:
-    """Its digest is right, and it has a device of the host."""
-    pack_hostile(tmp_path / "tree", tmp_path / "packed")
+    """Its digest is right, and it has a device of the host, or an attribute that would mean something to the kernel."""
+    pack(tmp_path / "tree", tmp_path / "packed")
     commit(images, "one", (tmp_path / "packed").read_bytes())
     store = BlobStore.open(os.fspath(root))
     await push(images, "one", store, quiet)
-    with pytest.raises(BlobCorrupt, match="null is a device"):
+    with pytest.raises(BlobCorrupt, match=why):
         await pull(other, "one", store, quiet)
     assert leftovers(other) == []
 

@@ -282,3 +282,13 @@ async def test_a_layer_that_no_packer_made_is_not_mounted(served: Served, tmp_pa
     with pytest.raises(BackendError, match="null is a device"):
         await served.reader.mount(layer.digest, served.images.layer_path(layer))
     assert await served.read("f2") == sha256("f2")
+
+
+async def test_a_read_of_a_layer_that_was_given_up_is_reported(served: Served) -> None:
+    """By mistake, while it is mounted: nobody sees an error that the node was not told of."""
+    assert await served.read("f1") == sha256("f1")
+    await served.reader.drop(served.layer.digest)
+    with pytest.raises(OSError) as caught:
+        await served.read("f6")
+    assert caught.value.errno == errno.EIO
+    assert served.told != []
