@@ -177,7 +177,11 @@ class Reader:
                 data = asyncio.run_coroutine_threadsafe(fetcher.read(offset, size), self._loop).result()
             return data
 
-        await asyncio.to_thread(check_layer, read, f"layer {fetcher.index.layer}")
+        thread = ThreadPoolExecutor(1, "check")  # of its own: it may wait for a store
+        try:
+            await self._loop.run_in_executor(thread, check_layer, read, f"layer {fetcher.index.layer}")
+        finally:
+            thread.shutdown(wait=False)
         self._checked.add(fetcher.index.layer)
 
     # what the kernel asks for
