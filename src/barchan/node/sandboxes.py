@@ -254,9 +254,9 @@ class Sandboxes:
     async def _make(self, live: Live, priority: int) -> None:
         began = time.monotonic()
         self.creates_total += 1
-        running = len(self.live)
         try:
             await self.holds.hold(live.sandbox_id, live.template)
+            running = len(self.live)  # as it is when it asks for its place
             async with self.admission.slot(running - self.admission.starting, priority):
                 if live.spec.lease_id is not None:
                     self.leases.started(live.spec.lease_id, live.sandbox_id)
