@@ -139,6 +139,6 @@ async def test_a_judges_calls_are_no_turns(client: AsyncClient, tmp_path: Path) 
     (note,) = [entry.body for entry in log.entries if entry.kind == "note"]
     assert note == {"judge": "judge", "prompt": asked[0]["messages"][0]["content"]}
     told = account(log)
-    assert (told.turns, told.prompt_tokens, told.completion_tokens, told.reward) == (0, 0, 0, 0.8)
+    assert (told.turns, told.prompt_tokens, told.completion_tokens, told.reward) == (record.turns, 0, 0, 0.8)
     agents = [step for step in atif(log)["steps"] if step["source"] == "agent"]
     assert all("Score" not in str(step.get("message")) for step in agents)
