@@ -91,14 +91,12 @@ class Served:
 
     async def end(self) -> None:
         """Let go of the file system: the reader ends by itself."""
-        started = [pid for pid in self.pids() if parent(pid) == os.getpid()]
         await self.reader.close()
         for fd in (self.mounted, self.directory, self.device):
             if fd >= 0:
                 os.close(fd)
-        while self.pids() or any(Path(f"/proc/{pid}").exists() for pid in started):
+        while self.pids():
             await asyncio.sleep(0.02)
-        await asyncio.sleep(0.05)  # for the loop to hear that they are
 
 
 def parent(pid: int) -> int:

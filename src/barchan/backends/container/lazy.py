@@ -297,8 +297,8 @@ class LazyReader:
         assert process.stdout is not None
         async with asyncio.timeout(START_TIMEOUT_S):
             line = (await process.stdout.readline()).decode("utf-8", "replace").strip()
+            await process.wait()  # it has left a child behind
         if line != "ready":
-            await process.wait()
             raise RequirementMissing(
                 f"the reader of images did not start: {line or 'no reason given'}; see {self._state_dir}/reader.log"
             )

@@ -55,6 +55,8 @@ async def _run(arguments: argparse.Namespace, child: tuple[socket.socket, int]) 
 def main() -> int:
     """Run a reader; returns its exit code."""
     arguments = _arguments()
+    if os.fork():  # whoever started this is not its parent: it may end first
+        os._exit(0)
     os.umask(0o077)
     child = start_mounter()
     try:
