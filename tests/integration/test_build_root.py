@@ -79,7 +79,7 @@ def test_a_package_is_installed(node: NodeProcess, tmp_path: Path, monkeypatch: 
             "/opt 1234:5678 4755",
             "by-agent 1000:1000 644",
             "who 1000:1000 644",
-            "in 0:0 755",
+            "in 0:5678 755",
             "in/Dockerfile 0:5678 644",
             "agent",
             "CapEff:\t0000000000000000",
@@ -107,7 +107,7 @@ async def test_files_of_another_image(client: AsyncClient) -> None:
     assert await seen(client, image, LOOK) == [
         *(". 750 root", "a 6755 root", "sub 700 root", "sub/own 644 root", "hole 644 root", ".b 644 root"),
         *("/etc/passwd", "2", ". 755 agent 1", "a 755 agent 2", "sub 700 agent 1", ".b 644 agent 1"),
-        *("texts 755 0:0", "texts/one.txt 600 1000:7", "texts/two.txt 600 1000:7", "plain 644 0:0"),
+        *("texts 755 1000:7", "texts/one.txt 600 1000:7", "texts/two.txt 600 1000:7", "plain 644 0:0"),
         *("empty 755 0:0", "hostname 644 0:0"),
     ]
 

@@ -27,6 +27,8 @@ EMPTIED = ("dev", "run", "tmp", *CACHES, *(path.lstrip("/") for path in LEFT_OUT
 REMOVED = ("etc/apt/apt.conf.d/99mmdebstrap", "etc/apt/preferences.d/barchan", "etc/dpkg/dpkg.cfg.d/99mmdebstrap")
 REMOVED_GLOBS = ("var/lib/dpkg/*-old", "etc/*-")
 # usrmerge would bring all of Perl (50 MB) to do nothing: the tree is merged from the start.
+# Some packages (Java's) link manual pages when they are installed, and fail where the directories are left out.
+MANUAL = 'for part in 1 2 3 4 5 6 7 8; do mkdir -p "$1/usr/share/man/man$part"; done'
 NO_USRMERGE = "Package: usrmerge\nPin: release *\nPin-Priority: -1\n"
 
 
@@ -124,6 +126,7 @@ def bootstrap(root: Path, spec: DebianSpec, progress: Progress) -> None:
         "--format=directory",
         f"--include={','.join(sorted({*PACKAGES, *spec.include}))}",
         f"--setup-hook={preferences}",
+        f"--setup-hook={MANUAL}",
         "--hook-dir=/usr/share/mmdebstrap/hooks/maybe-merged-usr",
         '--aptopt=Acquire::Languages "none"',
         *(f"--dpkgopt=path-exclude={path}/*" for path in LEFT_OUT),

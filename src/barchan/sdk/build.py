@@ -40,7 +40,7 @@ from barchan.sdk.recipe import Put, Recipe, Run, Step, Take
 from barchan.sdk.take import take_files
 
 PREFIX = BUILT_PREFIX
-FORMAT = 2  # of the names: a change of what a step does needs another
+FORMAT = 3  # of the names: a change of what a step does needs another
 PIDS_MAX = 2048
 CREATE_IDS_MAX = 200  # the node remembers an ended one for an hour
 LOSSES_MAX = 3

@@ -182,7 +182,8 @@ async def put_files(
 async def staged(sandbox: AsyncSandbox, user: str, path: str, *, is_folder: bool = True) -> AsyncIterator[str]:
     """Where a capable root is to write what a user is to own at a path; on leaving it is there.
 
-    A file there gives way; a folder there is filled, and keeps its own mode and owner.
+    A file there gives way; a folder there is filled, and keeps its own mode and owner. Folders above it that are not
+    there yet are the user's, too.
 
     Raises:
         GuestError: Giving it away failed.
@@ -200,12 +201,22 @@ async def staged(sandbox: AsyncSandbox, user: str, path: str, *, is_folder: bool
         owner = user if ":" in user else f"{user}:{user if user.isdigit() else ''}"
         await _as_root(sandbox, "chown", "-R", "-h", owner, where)
         if not is_folder or not await root.exists(path):
-            await root.mkdir(posixpath.dirname(path))
+            if missing := await _missing_above(root, path):
+                await root.mkdir(missing[0])
+                await _as_root(sandbox, "chown", "-h", owner, *missing)
             await root.move(where, path)
         elif names := [posixpath.basename(entry.path) for entry in await root.list(where)]:
             await _as_root(sandbox, "cp", "-a", "--", *(f"{where}/{name}" for name in names), f"{path}/")
     finally:
         await asyncio.shield(_remove(root, folder))
+
+
+async def _missing_above(root: AsyncFiles, path: str) -> list[str]:
+    """The folders above a path that are not there, the deepest first."""
+    missing = []
+    while (path := posixpath.dirname(path)) not in ("", "/") and not await root.exists(path):
+        missing.append(path)
+    return missing
 
 
 async def _as_root(sandbox: AsyncSandbox, *argv: str) -> None:
