@@ -15,7 +15,7 @@ from typing import BinaryIO
 from msgspec import Struct
 
 from barchan.errors import BackendError, CapacityError, Conflict, InvalidSpec, RequirementMissing
-from barchan.image.erofs import Erofs
+from barchan.image.erofs import CHUNKS, Erofs, Inode
 from barchan.image.store import NewLayer
 from barchan.image.template import Layer, LayerKind
 from barchan.image.tools import require, run
@@ -123,9 +123,25 @@ def keep_as(packed: Path, digest: str, workspace: Path, kind: LayerKind) -> NewL
             path = os.fsencode(unpacked) + b"/" + name
             for key, value in layer.xattrs(inode).items():
                 os.setxattr(path, key, value, follow_symlinks=False)
+            if inode.layout == CHUNKS:
+                _refill(path, layer, inode)
         unpacked.chmod(stat.S_IMODE(layer.root.mode))
     packed.unlink()
     return NewLayer(Layer(digest, "dir"), unpacked)
+
+
+def _refill(path: bytes, layer: Erofs, inode: Inode) -> None:
+    """Write a file with holes once more: fsck.erofs 1.5 puts what follows one in the wrong place."""
+    with open(path, "wb") as file:
+        position = 0
+        for at, size in layer.extents(inode, 0, inode.size):
+            for start in range(position, position + size if at is not None else position, _PIECE_BYTES):
+                file.seek(start)
+                file.write(layer.read(inode, start, min(_PIECE_BYTES, position + size - start)))
+            position += size
+        file.truncate(inode.size)
+        os.fchmod(file.fileno(), stat.S_IMODE(inode.mode))
+    os.utime(path, ns=(inode.mtime_ns, inode.mtime_ns))
 
 
 def make_distinct(packed: Path, digests: Collection[str]) -> str:

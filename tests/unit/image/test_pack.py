@@ -169,6 +169,9 @@ def test_equal_layers_are_made_distinct(tmp_path: Path) -> None:
     assert len({image[:1072] + image[1088:] for image in images}) == 1
 
 
+HOLES = b"a" * 70_000 + bytes(400_000) + b"b" * 5_000 + bytes(300_000) + b"c"
+
+
 @pytest.mark.requires("root", "fsck.erofs")
 def test_a_layer_as_a_directory_says_the_same_to_those_below(tmp_path: Path) -> None:
     """Whiteouts, opaque directories, attributes and the mode of the root are there, too."""
@@ -180,6 +183,9 @@ def test_a_layer_as_a_directory_says_the_same_to_those_below(tmp_path: Path) -> 
             info.pax_headers = {"SCHILY.xattr.user.note": "x"} if name == "opaque" else {}
             tar.addfile(info)
         tar.addfile(tarfile.TarInfo(".wh.gone"))
+        info = tarfile.TarInfo("holes")
+        info.size, info.mode, info.mtime = len(HOLES), 0o4711, 1_000_000
+        tar.addfile(info, io.BytesIO(HOLES))
     made.seek(0)
     digest = pack_tar(cast(BinaryIO, made), tmp_path / "image")
     new = keep_as(tmp_path / "image", digest, tmp_path, "dir")
@@ -187,6 +193,9 @@ def test_a_layer_as_a_directory_says_the_same_to_those_below(tmp_path: Path) -> 
     assert stat.S_IMODE(new.path.stat().st_mode) == 0o711
     gone = (new.path / "gone").lstat()
     assert (stat.S_ISCHR(gone.st_mode), gone.st_rdev) == (True, 0)
+    holes = new.path / "holes"
+    assert holes.read_bytes() == HOLES
+    assert (stat.S_IMODE(holes.stat().st_mode), holes.stat().st_mtime) == (0o4711, 1_000_000)
     opaque = new.path / "opaque"
     assert {key: os.getxattr(opaque, key) for key in os.listxattr(opaque)} == {
         "trusted.overlay.opaque": b"y",
