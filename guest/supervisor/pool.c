@@ -26,7 +26,7 @@
 bool pool_has_simple_quota;
 static int pool_fd = -1; /* the root directory */
 /* Quota groups of removed subvolumes: they can be dropped only after the kernel's cleaner has emptied these. */
-static uint64_t stale_quotas[STALE_MAX]; /* a ring, oldest first */
+static uint64_t stale_quotas[STALE_MAX]; /* oldest first, from stale_first on */
 static unsigned stale_first, stale_count;
 
 uint64_t pool_bytes(void)
@@ -186,14 +186,24 @@ int pool_make_spool(const struct sandbox *sandbox)
 	return tree_fd < 0 ? -1 : openat(tree_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 }
 
+/* To the front: memory is touched only about twice as far as the longest list of them reached. */
+static void move_stale_quotas(void)
+{
+	memmove(stale_quotas, stale_quotas + stale_first, stale_count * sizeof(*stale_quotas));
+	stale_first = 0;
+}
+
 static void remember_quota(int upper_dir_fd, const char *id)
 {
 	struct btrfs_ioctl_ino_lookup_args lookup = {.objectid = BTRFS_FIRST_FREE_OBJECTID};
 	CLEANUP_FD int fd = openat(upper_dir_fd, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 
 	/* One that isn't remembered costs the kernel a few hundred bytes until the pool goes. */
-	if (fd >= 0 && stale_count < STALE_MAX && ioctl(fd, BTRFS_IOC_INO_LOOKUP, &lookup) == 0)
-		stale_quotas[(stale_first + stale_count++) % STALE_MAX] = lookup.treeid;
+	if (fd < 0 || stale_count == STALE_MAX || ioctl(fd, BTRFS_IOC_INO_LOOKUP, &lookup) < 0)
+		return;
+	if (stale_first + stale_count == STALE_MAX)
+		move_stale_quotas();
+	stale_quotas[stale_first + stale_count++] = lookup.treeid;
 }
 
 /* Safe to repeat. The subvolume's content goes with it, later and by itself. */
@@ -251,10 +261,10 @@ bool pool_drop_stale_quotas(void)
 		struct btrfs_ioctl_qgroup_create_args arguments = {.create = 0, .qgroupid = stale_quotas[stale_first]};
 		if (ioctl(pool_fd, BTRFS_IOC_QGROUP_CREATE, &arguments) < 0 && errno == EBUSY)
 			break;
-		stale_first = (stale_first + 1) % STALE_MAX;
+		stale_first++;
 		stale_count--;
 	}
-	if (stale_count == 0)
-		stale_first = 0; /* memory is touched only as far as the longest list of them reached */
+	if (stale_first >= stale_count)
+		move_stale_quotas();
 	return stale_count > 0;
 }
