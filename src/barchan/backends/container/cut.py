@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from barchan.backends.container.cgroup import frozen
-from barchan.backends.finished import finished
+from barchan.core.finished import finished
 from barchan.errors import BackendError, CapacityError, GuestWrecked
 
 PACK_TIMEOUT_S = 600.0

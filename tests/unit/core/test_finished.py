@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from barchan.backends.finished import finished
+from barchan.core.finished import finished
 
 
 async def test_the_result_or_the_error_comes_through() -> None:
