@@ -4,9 +4,8 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from barchan import backends
 from barchan.backends.base import Backend, Ended
@@ -22,21 +21,19 @@ from barchan.errors import (
     NodeLost,
     NotFound,
     SandboxExpired,
-    TransportError,
 )
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
-from barchan.model.node import NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
-from barchan.node.admission import Admission, check_spec, memory_available_mib
+from barchan.node import upkeep
+from barchan.node.admission import Admission, check_spec
 from barchan.node.holds import Holds
 from barchan.node.images import NodeImages
 from barchan.node.journal import Journal, Row
 from barchan.node.leases import Leases, Over
 from barchan.node.live import Live, Shells, identity
 from barchan.node.network import Network
-
-SWEEP_S = 1.0
+from barchan.node.tasks import Tasks
 
 
 class Sandboxes:
@@ -63,18 +60,18 @@ class Sandboxes:
         self.creates_total = 0
         self.create_failures_total = 0
         self.last_used = asyncio.get_running_loop().time()
-        self._version = version
+        self.version = version
         self._memory_mib = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) >> 20
         self._cpus = os.cpu_count() or 1
         self._weaken = weaken
         self._reader = reader
         self._state_dir = state_dir
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self._backends: dict[str, Backend] = {}
         self._backend_locks: dict[str, asyncio.Lock] = {}
         self._shells = Shells()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._lost: dict[str, BarchanError] = {}
+        self.tasks = Tasks()
+        self.lost: dict[str, BarchanError] = {}
 
     # life of the node
 
@@ -101,7 +98,7 @@ class Sandboxes:
                 if row.spec.backend == name and row.sandbox_id not in self.live:
                     self.journal.end(row.sandbox_id, "lost", "node_lost")
                     self.leases.leave(row.spec.lease_id, row.sandbox_id)
-        self._spawn(self._sweep())
+        self.tasks.spawn(upkeep.sweep(self))
 
     async def _adopt(self, backend: Backend, row: Row) -> None:
         """Take one sandbox over. One that can't be served any more is lost; the others are not."""
@@ -133,7 +130,7 @@ class Sandboxes:
                 backend.on_unavailable = self._blob_unavailable
                 await backend.start()
                 self._backends[name] = backend
-                self._spawn(self._watch_backend(name, backend))
+                self.tasks.spawn(self._watch_backend(name, backend))
             return backend
 
     async def _watch_backend(self, name: str, backend: Backend) -> None:
@@ -144,7 +141,7 @@ class Sandboxes:
         for live in list(self.live.values()):
             if live.spec.backend == name and live.phase == "ready":  # a create that is under way fails by itself
                 live.handle.guest.guest_gone(error)
-                self._lost[live.sandbox_id] = error
+                self.lost[live.sandbox_id] = error
                 self._ended(live, Fact.INIT_DIED, "node_lost")
         await backend.close()
 
@@ -164,9 +161,7 @@ class Sandboxes:
 
     async def close(self) -> None:
         """Let go; sandboxes stay for the next node."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tasks.cancel()
         for live in list(self.live.values()):
             if live.phase == "ready":
                 await live.processes.close()
@@ -237,7 +232,7 @@ class Sandboxes:
         live = Live(sandbox_id, self.leases.labelled(spec, spec.lease_id), template, time.time())
         if spec.create_id is not None:
             self.by_create[spec.create_id] = live
-        live.maker = self._spawn(self._make(live, priority))
+        live.maker = self.tasks.spawn(self._make(live, priority))
         return live
 
     def _hand_over(self, live: Live, spec: SandboxSpec) -> None:
@@ -293,7 +288,7 @@ class Sandboxes:
         live.phase = next_phase("booting", Fact.INIT_UP)
         if live.spec.ttl_s is not None:
             left_s = live.created_unix_s + live.spec.ttl_s - time.time()
-            live.expiry = asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire, live, "ttl")
+            live.expiry = asyncio.get_running_loop().call_later(max(0.0, left_s), self.expire, live, "ttl")
 
     # finding
 
@@ -310,8 +305,8 @@ class Sandboxes:
         raise self._why_not(sandbox_id)
 
     def _why_not(self, sandbox_id: str) -> BarchanError:
-        if sandbox_id in self._lost:
-            return self._lost[sandbox_id]
+        if sandbox_id in self.lost:
+            return self.lost[sandbox_id]
         row = self.journal.find(sandbox_id)
         if row is None:
             return NotFound(f"no sandbox {sandbox_id} on this node", sandbox_id=sandbox_id)
@@ -344,7 +339,7 @@ class Sandboxes:
         if live.ending is None:
             if live.maker is None or live.maker.done():
                 self._record_end(live, cause)  # before anybody can ask why it is not there
-            live.ending = self._spawn(self._end(live, cause))
+            live.ending = self.tasks.spawn(self._end(live, cause))
         return live.ending
 
     def _record_end(self, live: Live, cause: str) -> None:
@@ -385,7 +380,7 @@ class Sandboxes:
             live.phase = next_phase(live.phase, fact)
         self.journal.end(live.sandbox_id, "lost", cause, live.create_ms)
         if live.ending is None:
-            live.ending = self._spawn(self._remove_quietly(live))
+            live.ending = self.tasks.spawn(self._remove_quietly(live))
 
     async def _remove_quietly(self, live: Live) -> None:
         try:
@@ -405,13 +400,13 @@ class Sandboxes:
             del self.by_create[live.spec.create_id]
         self.touch()
 
-    def _expire(self, live: Live, cause: str) -> None:
+    def expire(self, live: Live, cause: str) -> None:
         if live.sandbox_id in self.live:
             self._begin_end(live, cause)
 
     def _lease_over(self, lease_id: str, cause: Over) -> None:
         for live in [live for live in self.live.values() if live.spec.lease_id == lease_id]:
-            self._expire(live, cause)
+            self.expire(live, cause)
 
     async def end_lease(self, lease_id: str) -> int:
         """End a lease and its sandboxes now."""
@@ -433,63 +428,3 @@ class Sandboxes:
 
     def touch(self) -> None:
         self.last_used = asyncio.get_running_loop().time()
-
-    async def _sweep(self) -> None:
-        """Idle time-outs and old journal rows."""
-        turn = 0
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            now = asyncio.get_running_loop().time()
-            for live in list(self.live.values()):
-                limit_s = live.spec.idle_timeout_s
-                if limit_s is None or live.phase != "ready":
-                    continue
-                if live.requests or live.handle.guest.running:
-                    live.last_used = now
-                elif now - live.last_used > limit_s:
-                    self._expire(live, "idle_timeout")
-            if self.holds.is_due:
-                self._spawn(self.holds.settle(self.unmount))
-            turn += 1
-            if turn % 60 == 0:
-                await self.unmount()  # of images that other processes have removed
-                self.journal.prune()
-                self._lost = dict(list(self._lost.items())[-1000:])
-
-    def node_info(self, pid: int) -> NodeInfo:
-        return NodeInfo(
-            node_id=self.node_id,
-            version=self._version,
-            pid=pid,
-            uptime_s=time.monotonic() - self._started,
-            sandboxes_running=sum(live.phase == "ready" for live in self.live.values()),
-            sandboxes_starting=self.admission.starting,
-            sandboxes_queued=self.admission.queued,
-            running_max=self.admission.limits.running_max,
-            starting_max=self.admission.limits.starting_max,
-            leases=self.leases.held,
-            creates_total=self.creates_total,
-            create_failures_total=self.create_failures_total,
-            memory_available_mib=memory_available_mib(),
-            backends=tuple(backends.BACKENDS),
-            store=self.templates.remote.url if self.templates.remote is not None else "",
-        )
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task of this node: kept until it ends, cancelled on close, its failure printed to the node's log."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._reap)
-        return task
-
-    def _reap(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            expected = isinstance(error, BarchanError | TransportError)
-            asyncio.get_running_loop().call_exception_handler(
-                {
-                    "message": "a task of the node failed" if not expected else str(error),
-                    "exception": error,
-                    "task": task,
-                }
-            )

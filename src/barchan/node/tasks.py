@@ -1,0 +1,38 @@
+"""The tasks of a node: kept until they end, cancelled together, their failures said to the node's log."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from barchan.errors import BarchanError, TransportError
+
+
+class Tasks:
+    """Tasks that nobody waits for."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    async def cancel(self) -> None:
+        """Cancel all of them, and wait for their ends."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _reap(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            expected = isinstance(error, BarchanError | TransportError)
+            asyncio.get_running_loop().call_exception_handler(
+                {
+                    "message": "a task of the node failed" if not expected else str(error),
+                    "exception": error,
+                    "task": task,
+                }
+            )

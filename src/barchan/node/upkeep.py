@@ -1,0 +1,64 @@
+"""What a node does by itself from time to time, and what it says of itself."""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from barchan import backends
+from barchan.model.node import NodeInfo
+from barchan.node.admission import memory_available_mib
+
+if TYPE_CHECKING:
+    from barchan.node.sandboxes import Sandboxes
+
+SWEEP_S = 1.0
+LOST_KEPT_MAX = 1000
+
+
+async def sweep(sandboxes: "Sandboxes") -> None:
+    """Idle time-outs and old journal rows, for ever."""
+    turn = 0
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        end_idle(sandboxes)
+        if sandboxes.holds.is_due:
+            sandboxes.tasks.spawn(sandboxes.holds.settle(sandboxes.unmount))
+        turn += 1
+        if turn % 60 == 0:
+            await sandboxes.unmount()  # of images that other processes have removed
+            sandboxes.journal.prune()
+            sandboxes.lost = dict(list(sandboxes.lost.items())[-LOST_KEPT_MAX:])
+
+
+def end_idle(sandboxes: "Sandboxes") -> None:
+    """End those that nobody has asked anything of, and that run nothing, for their idle time-out."""
+    now = asyncio.get_running_loop().time()
+    for live in list(sandboxes.live.values()):
+        limit_s = live.spec.idle_timeout_s
+        if limit_s is None or live.phase != "ready":
+            continue
+        if live.requests or live.handle.guest.running:
+            live.last_used = now
+        elif now - live.last_used > limit_s:
+            sandboxes.expire(live, "idle_timeout")
+
+
+def node_info(sandboxes: "Sandboxes", pid: int) -> NodeInfo:
+    """What this node is and how loaded."""
+    return NodeInfo(
+        node_id=sandboxes.node_id,
+        version=sandboxes.version,
+        pid=pid,
+        uptime_s=time.monotonic() - sandboxes.started,
+        sandboxes_running=sum(live.phase == "ready" for live in sandboxes.live.values()),
+        sandboxes_starting=sandboxes.admission.starting,
+        sandboxes_queued=sandboxes.admission.queued,
+        running_max=sandboxes.admission.limits.running_max,
+        starting_max=sandboxes.admission.limits.starting_max,
+        leases=sandboxes.leases.held,
+        creates_total=sandboxes.creates_total,
+        create_failures_total=sandboxes.create_failures_total,
+        memory_available_mib=memory_available_mib(),
+        backends=tuple(backends.BACKENDS),
+        store=sandboxes.templates.remote.url if sandboxes.templates.remote is not None else "",
+    )
