@@ -4,11 +4,11 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
 from barchan import backends
-from barchan.backends.base import Backend, Ended
+from barchan.backends.base import Backend, Ended, Handle
 from barchan.backends.container.lazy import ReaderSettings
 from barchan.core.admission import Limits
 from barchan.core.lifecycle import Fact, next_phase
@@ -34,6 +34,13 @@ from barchan.node.leases import Leases, Over
 from barchan.node.live import Live, Shells, identity
 from barchan.node.network import Network
 from barchan.node.tasks import Tasks
+
+Start = Callable[[Backend, Live], Awaitable[Handle]]
+
+
+async def start_empty(backend: Backend, live: Live) -> Handle:
+    """The plain start: nothing written, no processes."""
+    return await backend.create(live.sandbox_id, live.spec, live.template)
 
 
 class Sandboxes:
@@ -196,7 +203,7 @@ class Sandboxes:
             template = await self.templates.template_for(spec)
             live = self._made_before(spec)  # meanwhile, by a repetition of this request
             if live is None:
-                live = self._begin(spec, template)
+                live = self.begin(spec, template)
                 await asyncio.shield(live.booted)
                 return live.info(self.node_id)
         await asyncio.shield(live.booted)
@@ -222,7 +229,7 @@ class Sandboxes:
             raise Conflict(f"create id {spec.create_id!r} was used for another sandbox", create_id=spec.create_id)
         return before
 
-    def _begin(self, spec: SandboxSpec, template: Template) -> Live:
+    def begin(self, spec: SandboxSpec, template: Template, start: Start = start_empty) -> Live:
         """Let it in and start it; `booted` tells how that went."""
         sandbox_id = f"sb_{self.node_id[5:]}_{secrets.token_hex(6)}"
         priority = 0
@@ -232,7 +239,7 @@ class Sandboxes:
         live = Live(sandbox_id, self.leases.labelled(spec, spec.lease_id), template, time.time())
         if spec.create_id is not None:
             self.by_create[spec.create_id] = live
-        live.maker = self.tasks.spawn(self._make(live, priority))
+        live.maker = self.tasks.spawn(self._make(live, priority, start))
         return live
 
     def _hand_over(self, live: Live, spec: SandboxSpec) -> None:
@@ -246,7 +253,7 @@ class Sandboxes:
             live.spec = self.leases.labelled(spec, spec.lease_id)
             self.journal.rehold(live.sandbox_id, live.spec)
 
-    async def _make(self, live: Live, priority: int) -> None:
+    async def _make(self, live: Live, priority: int, start: Start) -> None:
         began = time.monotonic()
         self.creates_total += 1
         try:
@@ -258,7 +265,7 @@ class Sandboxes:
                 self.live[live.sandbox_id] = live
                 backend = await self.backend(live.spec.backend)
                 self.journal.begin(live.sandbox_id, live.spec, live.template)
-                live.equip(await backend.create(live.sandbox_id, live.spec, live.template), is_new=True)
+                live.equip(await start(backend, live), is_new=True)
                 await self._finish_boot(live)
                 live.create_ms = (time.monotonic() - began) * 1e3
         except BaseException as error:
