@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,12 +22,40 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class OwnNode:
     """A running node. Its supervisor starts with its first sandbox."""
 
-    def __init__(self, state_dir: Path, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, state_dir: Path, options: Sequence[str]) -> None:
         stat = state_dir.stat()
         self.state_dir = state_dir
-        self.process = process
+        self.options = options
+        self.process = self._start()
         self.cgroup = f"n{stat.st_ino:x}-{stat.st_dev:x}"  # as the container backend names it
         self._supervisor = 0
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        ready, ready_end = os.pipe()
+        # It dies with this process, even if that is killed; the supervisor then cleans up after its grace.
+        guard = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "barchan.node"]
+        words = ["--state-dir", str(self.state_dir), "--idle-exit-s", "0", "--ready-fd", str(ready_end), *self.options]
+        with open(self.state_dir / "node.log", "ab") as log:
+            process = subprocess.Popen(
+                [*guard, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(ready_end,)
+            )
+        os.close(ready_end)
+        with open(ready, "rb") as pipe:
+            said = pipe.readline()
+        if said != b"ready\n":
+            process.kill()
+            process.wait()
+            sys.exit(f"the node did not start: {said!r}\n{(self.state_dir / 'node.log').read_text()[-4000:]}")
+        return process
+
+    def kill(self) -> None:
+        """End the node as a crash would; its sandboxes and their supervisor live on."""
+        self.process.kill()
+        self.process.wait()
+
+    def start_again(self) -> None:
+        """After `kill`: the next node of the same state directory."""
+        self.process = self._start()
 
     @property
     def pid(self) -> int:
@@ -70,26 +98,11 @@ def own_node(images: Path | None = None, *options: str) -> Iterator[OwnNode]:
     with TemporaryDirectory(prefix="barchan-own-", dir="/var/tmp") as name:
         state_dir = Path(name)
         shutil.copytree(images, state_dir / "images", symlinks=True)
-        ready, ready_end = os.pipe()
-        # It dies with this process, even if that is killed; the supervisor then cleans up after its grace.
-        guard = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "barchan.node"]
-        words = ["--state-dir", name, "--idle-exit-s", "0", "--ready-fd", str(ready_end), *options]
-        with open(state_dir / "node.log", "ab") as log:
-            process = subprocess.Popen(
-                [*guard, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(ready_end,)
-            )
-        os.close(ready_end)
-        with open(ready, "rb") as pipe:
-            said = pipe.readline()
-        if said != b"ready\n":
-            process.kill()
-            process.wait()
-            sys.exit(f"the node did not start: {said!r}\n{(state_dir / 'node.log').read_text()[-4000:]}")
-        node = OwnNode(state_dir, process)
+        node = OwnNode(state_dir, options)
         try:
             yield node
         finally:
-            if process.poll() is None:
+            if node.process.poll() is None:
                 node.shut_down()
 
 
