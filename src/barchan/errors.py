@@ -2,14 +2,14 @@
 
     BarchanError                  code, fault, retryable, details
       CallerError                 fault=caller
-        InvalidSpec NotFound Conflict Denied QuotaExceeded SandboxExpired
+        InvalidSpec NotFound Conflict Denied QuotaExceeded SandboxExpired SnapshotIncompatible
       GuestError                  fault=policy; raised only by ExecResult.check()
         ExecFailed ExecTimeout OutputLimitExceeded GuestOutOfMemory GuestWrecked
       CapacityError               fault=platform, retryable: no room now, details["retry_after_ms"]
       SandboxLost                 fault=platform
         NodeLost BootFailed InitDied BlobUnavailable
       BackendError                fault=platform
-        RequirementMissing SnapshotIncompatible BlobCorrupt
+        RequirementMissing SnapshotCorrupt BlobCorrupt
       TransportError              fault=platform, retryable
         ConnectTimeout ReadTimeout ConnectionLost
       ProtocolError
@@ -70,6 +70,12 @@ class SandboxExpired(CallerError):
     """The sandbox ended by its own ttl or idle timeout, or because its lease ended."""
 
     code = "sandbox_expired"
+
+
+class SnapshotIncompatible(CallerError):
+    """This node can't restore that memory snapshot; the message says what differs from the node it was made on."""
+
+    code = "snapshot_incompatible"
 
 
 class GuestError(BarchanError):
@@ -136,8 +142,10 @@ class RequirementMissing(BackendError):
     code = "requirement_missing"
 
 
-class SnapshotIncompatible(BackendError):
-    code = "snapshot_incompatible"
+class SnapshotCorrupt(BackendError):
+    """A stored memory snapshot is not what was written; nothing is made of it."""
+
+    code = "snapshot_corrupt"
 
 
 class BlobCorrupt(BackendError):

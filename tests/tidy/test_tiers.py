@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "wire": _VALUES,
     "core": _VALUES,
     "image": _VALUES | {"wire", "core"},
-    "snapshot": _VALUES | {"wire", "core"},
+    "snapshot": _VALUES | {"wire", "core", "image"},
     "trajectory": _VALUES | {"wire", "core"},
     "backends": _STORES,
     "observe": _STORES | {"backends"},

@@ -10,21 +10,18 @@ import hashlib
 import itertools
 import os
 import struct
-import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple, NoReturn
+from typing import Annotated, BinaryIO, NamedTuple, NoReturn
 
 import msgspec
 from msgspec import Meta, Struct
 
-from barchan.errors import BlobCorrupt, RequirementMissing
-
-if TYPE_CHECKING:
-    import zstandard
+from barchan.errors import BlobCorrupt
+from barchan.image.zstd import compress, decompress
 
 FORMAT = 1
 CHUNK_BYTES = 64 << 10
@@ -123,7 +120,7 @@ def decode_index(stored: bytes, digest: str) -> ChunkIndex:
     if hashlib.sha256(stored).hexdigest() != digest:
         _refuse(digest, "its sha256 is another")
     try:
-        form = msgspec.msgpack.decode(_decompress(stored, INDEX_BYTES_MAX), type=_IndexForm)
+        form = msgspec.msgpack.decode(decompress(stored, INDEX_BYTES_MAX), type=_IndexForm)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
         raise BlobCorrupt(
             f"chunk index {digest}: {error} (try: push the image again from where it is whole)"
@@ -180,7 +177,7 @@ def decode_chunk(index: ChunkIndex, chunk: int, stored: bytes | memoryview) -> b
         if place.length == 0:
             raw = bytes(size)
         else:
-            raw = _decompress(stored, size, exactly=True) if place.compressed else bytes(stored)
+            raw = decompress(stored, size, exactly=True) if place.compressed else bytes(stored)
         if hashlib.sha256(raw).digest() != index.sha256(chunk):
             raise ValueError("its sha256 is another")
     except ValueError as error:
@@ -232,7 +229,7 @@ def encode_layer(
         lengths=lengths.tobytes(),
         hashes=bytes(hashes),
     )
-    stored = _compressor().compress(msgspec.msgpack.encode(form))
+    stored = compress(msgspec.msgpack.encode(form), _LEVEL)
     return ChunkIndex(hashlib.sha256(stored).hexdigest(), form), stored
 
 
@@ -259,7 +256,6 @@ def _batches(file: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
 
 
 def _pack(batch: bytes, chunk_bytes: int) -> list[_Packed]:
-    compressor = _compressor()
     found = []
     for start in range(0, len(batch), chunk_bytes):
         raw = batch[start : start + chunk_bytes]
@@ -267,7 +263,7 @@ def _pack(batch: bytes, chunk_bytes: int) -> list[_Packed]:
         if raw == bytes(len(raw)):
             found.append(_Packed(b"", 0, sha256))
             continue
-        small = compressor.compress(raw)
+        small = compress(raw, _LEVEL)
         if len(small) < len(raw):
             found.append(_Packed(small, len(small), sha256))
         else:
@@ -293,38 +289,3 @@ def _first_ranges(file: BinaryIO, raw_bytes: int) -> tuple[tuple[int, int], ...]
     if not _BLOCK_BYTES <= start < raw_bytes or raw_bytes - start > FIRST_BYTES_MAX - _BLOCK_BYTES:
         return (superblock,)
     return (superblock, (start, raw_bytes))
-
-
-_own = threading.local()  # neither compressors nor decompressors may be shared by threads
-
-
-def _zstandard() -> "type[zstandard.ZstdCompressor]":
-    try:
-        import zstandard
-    except ImportError as error:
-        raise RequirementMissing("blob stores need zstandard: pip install 'barchan[images]'") from error
-    return zstandard.ZstdCompressor
-
-
-def _compressor() -> "zstandard.ZstdCompressor":
-    if not hasattr(_own, "compressor"):
-        _own.compressor = _zstandard()(level=_LEVEL, write_checksum=False, write_content_size=True)
-    found: zstandard.ZstdCompressor = _own.compressor
-    return found
-
-
-def _decompress(stored: bytes | memoryview, bytes_max: int, *, exactly: bool = False) -> bytes:
-    """One zstd frame's content. Raises `ValueError` for anything else, before it takes memory for it."""
-    _zstandard()
-    import zstandard
-
-    try:
-        size = zstandard.frame_content_size(stored)
-        if not 0 <= size <= bytes_max or (exactly and size != bytes_max):
-            raise ValueError(f"it claims to hold {size} bytes")
-        if not hasattr(_own, "decompressor"):
-            _own.decompressor = zstandard.ZstdDecompressor()
-        content: bytes = _own.decompressor.decompress(stored, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"no zstd frame: {error}") from error
-    return content
