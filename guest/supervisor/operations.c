@@ -289,6 +289,10 @@ static const char *parse_spec(const struct request *request, struct spec *spec)
 	if (!is_name(hostname, HOSTNAME_MAX))
 		return "hostname";
 	snprintf(spec->hostname, sizeof(spec->hostname), "%s", hostname);
+	const char *cut = value_of(request, "cut");
+	if (cut && !is_name(cut, ID_MAX))
+		return "cut";
+	snprintf(spec->cut, sizeof(spec->cut), "%s", cut ? cut : "");
 	const char *root = value_of(request, "root");
 	spec->capable_root = root && strcmp(root, "capable") == 0;
 	if (root && !spec->capable_root && strcmp(root, "plain") != 0)
@@ -408,7 +412,7 @@ static const struct operation operations[] = {
 	{"unlayer", handle_unlayer, "digest"},
 	{"layers", handle_layers, "[from]"},
 	{"pool", handle_pool, ""},
-	{"create", handle_create, "id layers upper_bytes memory_bytes pids cpu_us shm_bytes hostname network [root]"},
+	{"create", handle_create, "id layers upper_bytes memory_bytes pids cpu_us shm_bytes hostname network [root] [cut]"},
 	{"attach", handle_attach, "id"},
 	{"leaf", handle_leaf, "id"},
 	{"destroy", handle_destroy, "id"},

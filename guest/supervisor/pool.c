@@ -22,11 +22,13 @@
 #define LOOP_TRIES 20
 #define STALE_MAX 65536u
 #define SWEEP_MAX 128u
+#define SWEEP_BUSY_MAX 8u
 
 bool pool_has_simple_quota;
 static int pool_fd = -1; /* the root directory */
-/* Quota groups of removed subvolumes: they can be dropped only after the kernel's cleaner has emptied these. */
-static uint64_t stale_quotas[STALE_MAX]; /* oldest first, from stale_first on */
+/* Quota groups of removed subvolumes: they can be dropped only after the kernel's cleaner has emptied these, and when no
+ * copy has data of theirs any more. */
+static uint64_t stale_quotas[STALE_MAX]; /* from stale_first on, the one tried longest ago first */
 static unsigned stale_first, stale_count;
 
 uint64_t pool_bytes(void)
@@ -154,23 +156,45 @@ static int make_upper(const struct sandbox *sandbox, int upper_fd)
 	return utimensat(upper_fd, "u", (struct timespec[]){top.st_mtim, top.st_mtim}, 0);
 }
 
+static int make_empty(int dir_fd, const char *id)
+{
+	struct btrfs_ioctl_vol_args name = {0};
+
+	snprintf(name.name, sizeof(name.name), "%s", id);
+	return ioctl(dir_fd, BTRFS_IOC_SUBVOL_CREATE, &name);
+}
+
+/* The same whatever the size of the cut: no data is copied. */
+static int make_copy(int dir_fd, const char *id, const char *cut)
+{
+	struct btrfs_ioctl_vol_args_v2 copy = {0};
+	CLEANUP_FD int cuts_fd = pool_open_dir("cut");
+	CLEANUP_FD int cut_fd = cuts_fd < 0 ? -1 : openat(cuts_fd, cut, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+
+	if (cut_fd < 0)
+		return -1;
+	copy.fd = cut_fd;
+	snprintf(copy.name, sizeof(copy.name), "%s", id);
+	return ioctl(dir_fd, BTRFS_IOC_SNAP_CREATE_V2, &copy);
+}
+
 /* `*upper_fd` is the subvolume's root, with `u` and `w` for the overlay. Ids on disk are unshifted: guest root is 0. */
 int pool_make(const struct sandbox *sandbox, int *upper_fd)
 {
-	struct btrfs_ioctl_vol_args name = {0};
 	struct btrfs_ioctl_qgroup_limit_args limit = {
 		.lim = {.flags = BTRFS_QGROUP_LIMIT_MAX_RFER, .max_rfer = sandbox->spec.upper_bytes}};
+	const char *cut = sandbox->spec.cut;
 	CLEANUP_FD int dir_fd = openat(pool_fd, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 
-	if (dir_fd < 0)
-		return -1;
-	snprintf(name.name, sizeof(name.name), "%s", sandbox->id);
-	if (ioctl(dir_fd, BTRFS_IOC_SUBVOL_CREATE, &name) < 0)
+	if (dir_fd < 0 || (*cut ? make_copy(dir_fd, sandbox->id, cut) : make_empty(dir_fd, sandbox->id)) < 0)
 		return -1;
 	*upper_fd = openat(dir_fd, sandbox->id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	if (*upper_fd < 0 || (!options.no_quota && ioctl(*upper_fd, BTRFS_IOC_QGROUP_LIMIT, &limit) < 0))
 		return -1;
-	return make_upper(sandbox, *upper_fd) < 0 ? -1 : mkdirat(*upper_fd, "w", 0700);
+	/* A work directory that an overlay has used says so, and another one may not be mounted over what a volatile one left. */
+	if ((*cut ? remove_tree_at(*upper_fd, "w", false) : make_upper(sandbox, *upper_fd)) < 0)
+		return -1;
+	return mkdirat(*upper_fd, "w", 0700);
 }
 
 /* The init's spool directory, through a mount of its own: `..` leads nowhere. */
@@ -193,6 +217,13 @@ static void move_stale_quotas(void)
 	stale_first = 0;
 }
 
+static void add_stale_quota(uint64_t id)
+{
+	if (stale_first + stale_count == STALE_MAX)
+		move_stale_quotas();
+	stale_quotas[stale_first + stale_count++] = id;
+}
+
 static void remember_quota(int upper_dir_fd, const char *id)
 {
 	struct btrfs_ioctl_ino_lookup_args lookup = {.objectid = BTRFS_FIRST_FREE_OBJECTID};
@@ -201,9 +232,7 @@ static void remember_quota(int upper_dir_fd, const char *id)
 	/* One that isn't remembered costs the kernel a few hundred bytes until the pool goes. */
 	if (fd < 0 || stale_count == STALE_MAX || ioctl(fd, BTRFS_IOC_INO_LOOKUP, &lookup) < 0)
 		return;
-	if (stale_first + stale_count == STALE_MAX)
-		move_stale_quotas();
-	stale_quotas[stale_first + stale_count++] = lookup.treeid;
+	add_stale_quota(lookup.treeid);
 }
 
 /* Safe to repeat. The subvolume's content goes with it, later and by itself. */
@@ -254,15 +283,19 @@ int pool_remove_cuts(void)
 	return errno = error, result;
 }
 
-/* Drop those whose subvolume is emptied, in the order of removal, a bounded number at a time; true when some are left. */
+/* Drop those that nothing needs, a bounded number at a time; true when some are left. One that is still needed waits behind
+ * the others, and after a few such the rest waits for the next time: most often none of them is emptied yet. */
 bool pool_drop_stale_quotas(void)
 {
-	for (unsigned i = 0; i < SWEEP_MAX && stale_count > 0; i++) {
+	for (unsigned i = 0, busy = 0; i < SWEEP_MAX && busy < SWEEP_BUSY_MAX && busy < stale_count; i++) {
 		struct btrfs_ioctl_qgroup_create_args arguments = {.create = 0, .qgroupid = stale_quotas[stale_first]};
-		if (ioctl(pool_fd, BTRFS_IOC_QGROUP_CREATE, &arguments) < 0 && errno == EBUSY)
-			break;
+		bool is_busy = ioctl(pool_fd, BTRFS_IOC_QGROUP_CREATE, &arguments) < 0 && errno == EBUSY;
 		stale_first++;
 		stale_count--;
+		if (is_busy) {
+			add_stale_quota(arguments.qgroupid);
+			busy++;
+		}
 	}
 	if (stale_first >= stale_count)
 		move_stale_quotas();

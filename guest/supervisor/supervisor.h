@@ -92,6 +92,7 @@ struct spec {
 	unsigned layer_count;
 	uint64_t upper_bytes, memory_bytes, pids, cpu_us, shm_bytes;
 	char hostname[HOSTNAME_MAX + 1];
+	char cut[ID_MAX + 1]; /* of the pool, whose copy the writable layer starts as; empty: it starts empty */
 	enum network network;
 	bool capable_root;
 };

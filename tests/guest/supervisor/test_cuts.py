@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from barchan.backends.container.cut import Cutter, make_snapshot
-from tests.guest.supervisor.driver import BUILD, CGROUPS, Client, RefusedError, Sandbox, Supervisor
+from barchan.backends.container.cut import Cutter, make_snapshot, remove_snapshot
+from tests.guest.supervisor.driver import BUILD, CGROUPS, UID_FIRST, Client, RefusedError, Sandbox, Supervisor
 
 pytestmark = [pytest.mark.requires("root", "static-libc", "mkfs.btrfs", "cgroup"), pytest.mark.timeout(120)]
 
@@ -138,3 +138,57 @@ def test_a_held_pool_does_not_keep_the_supervisor(make_supervisor: Callable[[], 
         supervisor.wait_gone()
         assert supervisor.loop_devices() != []
     assert supervisor.settle() == []
+
+
+def cut(client: Client, sandbox: Sandbox, name: str) -> None:
+    with pool_of(client) as fds:
+        source = os.open(sandbox.id, os.O_RDONLY, dir_fd=fds[0])
+        make_snapshot(source, fds[1], name)
+        os.close(source)
+
+
+def remove_cut(client: Client, name: str) -> None:
+    with pool_of(client) as fds:
+        remove_snapshot(fds[1], name)
+
+
+def test_a_writable_layer_starts_as_a_cut_to_any_depth(client: Client) -> None:
+    """Files, whiteouts and opaque directories are there; each writes its own, whoever of them has ended."""
+    parent = client.create("d0")
+    parent.text("mkdir /srv /srv/a; echo 0 > /srv/a/depth; rm /bin/hostname; rm -r /etc; mkdir /etc")
+    for depth in range(1, 6):
+        cut(client, parent, f"cut-{depth}")
+        child = client.create(f"d{depth}", cut=f"cut-{depth}")
+        remove_cut(client, f"cut-{depth}")
+        client.destroy(parent.id)
+        assert child.uid_base != UID_FIRST or depth % 2 == 0
+        assert child.text("cat /srv/a/depth; ls /bin/hostname 2>/dev/null || echo none") == (f"{depth - 1}\nnone")
+        child.text(f"echo {depth} > /srv/a/depth; mkdir /srv/made; rm -r /srv/made")
+        parent = child
+
+
+def test_children_of_one_cut_are_apart_and_have_quotas_of_their_own(client: Client) -> None:
+    """What the parent wrote before counts against no child; what a child writes does, and no other one sees it."""
+    parent = client.create("parent", upper_bytes=64 << 20)
+    parent.text("dd if=/dev/zero of=/big bs=1M count=32 2>/dev/null; echo then > /said")
+    cut(client, parent, "cut")
+    parent.text("echo now > /said")
+    children = [client.create(f"child-{number}", cut="cut", upper_bytes=16 << 20) for number in range(3)]
+    for number, child in enumerate(children):
+        assert child.text("cat /said; stat -c %s /big") == f"then\n{32 << 20}"
+        child.text(f"echo {number} > /said; dd if=/dev/zero of=/own bs=1M count=8 2>/dev/null")
+        assert child.sh("dd if=/dev/zero of=/more bs=1M count=16; sync").code != 0
+    assert [child.text("cat /said") for child in children] == ["0", "1", "2"]
+    assert parent.text("cat /said") == "now"
+
+
+@pytest.mark.parametrize("name", ["none", "../upper/parent", ""])
+def test_a_cut_that_is_not_there_is_refused_and_leaves_nothing(client: Client, name: str) -> None:
+    """Nor can its name lead anywhere else."""
+    client.create("parent")
+    with pytest.raises(RefusedError) as caught:
+        client.create("child", cut=name)
+    assert (caught.value.stage, caught.value.errno) in (("pool", errno.ENOENT), ("request", errno.EINVAL))
+    assert client.listed() == ["parent"]
+    with pool_of(client) as fds:
+        assert cuts_in(fds[0]) == ["parent"]
