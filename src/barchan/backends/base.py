@@ -59,6 +59,20 @@ class Handle(Protocol):
         Cancellation: Nothing is left but the file, which may be half written.
         """
 
+    async def pack_cut(self, name: str, target: Path) -> None:
+        """As `pack`, of the sandbox's cut `name`."""
+
+    async def cut(self, name: str) -> None:
+        """Keep the writable layer, as it is at one moment, as the cut `name`, until `remove_cut` or the next node.
+
+        The guest is stopped for that moment; one that is stopped already stays so.
+
+        Raises:
+            CapacityError: There is no room for it, or the guest could not be stopped.
+
+        Cancellation: No cut is left.
+        """
+
     async def end_if_starved(self, within_s: float) -> bool:
         """End the sandbox, as one whose image is unavailable, if its programs have spent the last `within_s` seconds
         waiting for bytes of its image rather than running. False: it lives on.
@@ -91,14 +105,20 @@ class Backend(Protocol):
             RequirementMissing: The host lacks something; nothing was started.
         """
 
-    async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> Handle:
+    async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template, *, cut: str | None = None) -> Handle:
         """Start a sandbox.
+
+        Args:
+            cut: What the writable layer starts as: a cut of a sandbox of the same layers. None: empty.
 
         Raises:
             BootFailed: It did not come up; nothing of it is left.
 
         Cancellation: What was half made is removed before the cancellation is seen.
         """
+
+    async def remove_cut(self, name: str) -> None:
+        """Let go of a cut; one that is not there needs nothing. Sandboxes that started from it keep their files."""
 
     async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> Handle:
         """Take over a sandbox that an earlier node started."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from barchan.backends.container.cgroup import Counters
 from barchan.backends.container.cut import Cutter, make_snapshot, remove_snapshot
 from tests.guest.supervisor.driver import BUILD, CGROUPS, UID_FIRST, Client, RefusedError, Sandbox, Supervisor
 
@@ -49,8 +50,9 @@ def pack(supervisor: Supervisor, client: Client, sandbox: Sandbox, target: Path)
         with pool_of(client) as fds:
             cutter = Cutter(os.dup(fds[0]), os.dup(fds[1]), PACK)
             try:
-                group = str(guest_group(supervisor, sandbox))
-                await cutter.pack(sandbox.id, group, asyncio.Lock(), target, BYTES_MAX)
+                version = "v1" if (CGROUPS / "unified").exists() else "v2"
+                counters = Counters(supervisor.name, sandbox.id, version)
+                await cutter.pack(sandbox.id, counters, asyncio.Lock(), target, BYTES_MAX)
             finally:
                 await cutter.close()
             assert cuts_in(fds[1]) == []

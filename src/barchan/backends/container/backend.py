@@ -117,7 +117,14 @@ class ContainerHandle:
 
     async def pack(self, target: Path) -> None:
         cutter = await self._backend.cutter()
-        await cutter.pack(self.sandbox_id, self._counters.guest, self._cutting, target, self._layer_bytes_max)
+        await cutter.pack(self.sandbox_id, self._counters, self._cutting, target, self._layer_bytes_max)
+
+    async def pack_cut(self, name: str, target: Path) -> None:
+        await (await self._backend.cutter()).pack_cut(name, target, self._layer_bytes_max)
+
+    async def cut(self, name: str) -> None:
+        cutter = await self._backend.cutter()
+        await cutter.cut(self.sandbox_id, self._counters, self._cutting, name)
 
     async def end_if_starved(self, within_s: float) -> bool:
         return await self._backend.end_if_starved(self.sandbox_id, within_s)
@@ -132,7 +139,7 @@ class ContainerHandle:
 class ContainerBackend:
     """Containers on this host, started by a supervisor that outlives this process."""
 
-    capabilities = Capabilities(memory_snapshot=False, fork=False, own_kernel=False)
+    capabilities = Capabilities(memory_snapshot=False, fork=True, own_kernel=False)
 
     def __init__(
         self,
@@ -242,7 +249,9 @@ class ContainerBackend:
         self.on_unavailable([sandbox_id], f"its reads have waited {waited_s:.1f} s of {within_s:g} s for their store")
         return True
 
-    async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> ContainerHandle:
+    async def create(
+        self, sandbox_id: str, spec: SandboxSpec, template: Template, *, cut: str | None = None
+    ) -> ContainerHandle:
         async with self._layers.mounted(template.layers) as fresh:
             self._first_reads.begin(template, fresh)
             request = asyncio.create_task(
@@ -259,6 +268,7 @@ class ContainerBackend:
                     hostname=spec.hostname,
                     network=NETWORKS[spec.network],
                     root=spec.root,
+                    **({"cut": cut} if cut is not None else {}),
                 )
             )
             self._uses[sandbox_id] = _digests(template)
@@ -316,6 +326,9 @@ class ContainerBackend:
 
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
         await self._layers.unmount(digests)
+
+    async def remove_cut(self, name: str) -> None:
+        await (await self.cutter()).remove(name)
 
     async def cutter(self) -> Cutter:
         """Made on first use."""

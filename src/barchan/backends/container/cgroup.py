@@ -33,6 +33,14 @@ class Counters:
             return _field(f"{ROOT}/memory/{self._leaf}/memory.oom_control", "oom_kill")
         return _field(f"{ROOT}/{self._leaf}/guest/memory.events", "oom_kill")
 
+    def dirty_bytes(self) -> int:
+        """Of the guest's files, what is not on disk yet."""
+        if self._version == "v1":
+            path, name = f"{ROOT}/memory/{self._leaf}/memory.stat", "dirty"
+        else:
+            path, name = f"{self.guest}/memory.stat", "file_dirty"
+        return _field(path, name)
+
     def stats(self) -> SandboxStats:
         if self._version == "v1":
             memory = f"{ROOT}/memory/{self._leaf}"
@@ -52,12 +60,14 @@ class Counters:
 
 @contextmanager
 def frozen(guest: str) -> Iterator[None]:
-    """Stop every process of a group, and let them go on at the end. Blocks for up to `FREEZE_S`.
+    """Stop every process of a group, and let them go on at the end, unless it was stopped before. Blocks for up to
+    `FREEZE_S`.
 
     Raises:
         CapacityError: Some process did not stop in time: it waits for a disk, or the host is that busy.
     """
     deadline = time.monotonic() + FREEZE_S
+    was_stopped = _read(f"{guest}/cgroup.freeze").strip() == "1"
     try:
         _write(f"{guest}/cgroup.freeze", b"1")
         while not _field(f"{guest}/cgroup.events", "frozen"):
@@ -66,7 +76,8 @@ def frozen(guest: str) -> Iterator[None]:
             time.sleep(FREEZE_POLL_S)
         yield
     finally:
-        thaw(guest)
+        if not was_stopped:
+            thaw(guest)
 
 
 def thaw(guest: str) -> None:

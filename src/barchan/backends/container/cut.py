@@ -1,6 +1,6 @@
-"""A sandbox's writable layer as it is at one moment, packed into a file.
+"""A sandbox's writable layer as it is at one moment: a cut, which other sandboxes start from, or which becomes a file.
 
-First a btrfs snapshot while the guest is stopped, then barchan-pack while it goes on.
+A cut is a btrfs snapshot, made while the guest is stopped; barchan-pack reads it while the guest goes on.
 
 The node makes and removes the snapshots itself, in threads, with descriptors that the supervisor hands over: making one
 waits for the disk, which the supervisor never may.
@@ -12,15 +12,19 @@ import errno
 import os
 import secrets
 import struct
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from barchan.backends.container.cgroup import frozen
+from barchan.backends.container.cgroup import Counters, frozen
 from barchan.core.finished import finished
 from barchan.errors import BackendError, CapacityError, GuestWrecked
 
 PACK_TIMEOUT_S = 600.0
 RETRY_AFTER_MS = 1000
+FLUSH_BYTES = (
+    8 << 20
+)  # not on disk: with so much, it is worth two more milliseconds to write it before the guest is stopped
 _SNAP_CREATE_V2 = 0x50009417  # _IOW(0x94, 23, 4096 bytes)
 _SNAP_DESTROY = 0x5000940F  # _IOW(0x94, 15, 4096 bytes)
 _READ_ONLY = 1 << 1
@@ -40,7 +44,7 @@ class Cutter:
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def close(self) -> None:
-        """Cancel whoever is packing, and close the descriptors."""
+        """Cancel whoever is cutting or packing, and close the descriptors."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -48,12 +52,35 @@ class Cutter:
         os.close(self._upper)
         os.close(self._cuts)
 
-    async def pack(self, sandbox_id: str, guest: str, turn: asyncio.Lock, target: Path, bytes_max: int) -> None:
+    async def cut(self, sandbox_id: str, counters: Counters, turn: asyncio.Lock, name: str) -> None:
+        """Keep a sandbox's layer as it is, until `remove` or the next node. A guest that is stopped already stays so.
+
+        Args:
+            turn: Of this sandbox: the first of two cuts would let the guest go on in the middle of the second.
+
+        Raises:
+            CapacityError: The pool is full, or the guest does not stop.
+
+        Cancellation: No cut is left.
+        """
+        with self._counted():
+            try:
+                async with turn:
+                    await finished(asyncio.to_thread(self._cut, sandbox_id, name, counters))
+            except BaseException:
+                await self._drop(name)
+                raise
+
+    async def remove(self, name: str) -> None:
+        """Let go of a cut; one that is not there needs nothing."""
+        with self._counted():
+            await self._drop(name)
+
+    async def pack(self, sandbox_id: str, counters: Counters, turn: asyncio.Lock, target: Path, bytes_max: int) -> None:
         """Pack a sandbox's layer into the file `target`.
 
         Args:
-            guest: The cgroup that is stopped while the snapshot is made.
-            turn: Of this sandbox: the first of two cuts would let the guest go on in the middle of the second.
+            turn: As for `cut`.
             bytes_max: Of the file.
 
         Raises:
@@ -62,33 +89,48 @@ class Cutter:
 
         Cancellation: Nothing is left but the target, which may be half written.
         """
+        with self._counted():
+            async with self._packing:
+                name = f"{sandbox_id}-{secrets.token_hex(4)}"
+                await self.cut(sandbox_id, counters, turn, name)
+                try:
+                    await self._pack(name, target, bytes_max)
+                finally:
+                    await self._drop(name)
+
+    async def pack_cut(self, name: str, target: Path, bytes_max: int) -> None:
+        """Pack a cut into the file `target`, as `pack` does; the cut stays."""
+        with self._counted():
+            async with self._packing:
+                await self._pack(name, target, bytes_max)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Whoever uses the descriptors, so that `close` ends that first."""
         task = asyncio.current_task()
         assert task is not None
+        is_outermost = task not in self._tasks
         self._tasks.add(task)
         try:
-            async with self._packing:
-                await self._pack(sandbox_id, guest, turn, target, bytes_max)
+            yield
         finally:
-            self._tasks.discard(task)
+            if is_outermost:
+                self._tasks.discard(task)
 
-    async def _pack(self, sandbox_id: str, guest: str, turn: asyncio.Lock, target: Path, bytes_max: int) -> None:
-        name = f"{sandbox_id}-{secrets.token_hex(4)}"
+    async def _pack(self, name: str, target: Path, bytes_max: int) -> None:
+        tree = os.open(f"{name}/u", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._cuts)
         try:
-            async with turn:
-                await finished(asyncio.to_thread(self._cut, sandbox_id, name, guest))
-            tree = os.open(f"{name}/u", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._cuts)
-            try:
-                await self._run(tree, target, bytes_max)
-            finally:
-                os.close(tree)
+            await self._run(tree, target, bytes_max)
         finally:
-            await finished(asyncio.to_thread(self._remove, name))
+            os.close(tree)
 
-    def _cut(self, sandbox_id: str, name: str, guest: str) -> None:
+    def _cut(self, sandbox_id: str, name: str, counters: Counters) -> None:
         try:
             source = os.open(sandbox_id, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._upper)
             try:
-                with frozen(guest):
+                if counters.dirty_bytes() >= FLUSH_BYTES:
+                    self._flush(source, name)
+                with frozen(counters.guest):
                     make_snapshot(source, self._cuts, name)
             finally:
                 os.close(source)
@@ -96,6 +138,16 @@ class Cutter:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise CapacityError("the pool is full", retry_after_ms=RETRY_AFTER_MS) from error
             raise BackendError(f"no snapshot of {sandbox_id} could be made: {error}") from error
+
+    def _flush(self, source: int, name: str) -> None:
+        """Making a snapshot writes what is not on disk yet; the guest need not wait for that."""
+        try:
+            make_snapshot(source, self._cuts, name)
+        finally:
+            self._remove(name)
+
+    async def _drop(self, name: str) -> None:
+        await finished(asyncio.to_thread(self._remove, name))
 
     def _remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
