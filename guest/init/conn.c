@@ -213,7 +213,7 @@ static size_t frame_len(const uint8_t *at)
 {
 	uint32_t len = load_u32(at);
 
-	if (len > FRAME_TO_INIT_MAX || at[4] == 0 || at[4] > REQUEST_DETACH || at[5] || at[6] || at[7])
+	if (len > FRAME_TO_INIT_MAX || at[4] == 0 || at[4] > REQUEST_HOLD || at[5] || at[6] || at[7])
 		return 0;
 	return FRAME_HEADER_BYTES + (size_t)len;
 }

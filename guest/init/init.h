@@ -214,6 +214,7 @@ void process_reap_all(void);
 void process_remove_cgroups(void);
 void process_check_backstops(void);
 int process_backstop_wait_ms(void);
+void process_hold(void);
 void process_thaw(uint64_t frozen_ns);
 void process_cgroup_name(char out[16], uint32_t handle);
 

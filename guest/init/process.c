@@ -27,6 +27,7 @@ struct queue {
 static struct queue dirty, ended, lingering;
 static bool reaped;			/* since cgroups were last looked at */
 static uint64_t next_backstop_ns;	/* no deadline is earlier; 0: none */
+static bool backstops_held;
 
 static struct process **id_bucket(struct span id)
 {
@@ -292,7 +293,7 @@ void process_check_backstops(void)
 {
 	uint64_t now, next = 0;
 
-	if (next_backstop_ns == 0 || (now = now_ns()) < next_backstop_ns)
+	if (backstops_held || next_backstop_ns == 0 || (now = now_ns()) < next_backstop_ns)
 		return;
 	for (int i = 0; i < PID_BUCKETS; i++) {
 		for (struct process *p = by_pid[i]; p != NULL; p = p->next_by_pid) {
@@ -311,15 +312,22 @@ int process_backstop_wait_ms(void)
 {
 	uint64_t now;
 
-	if (next_backstop_ns == 0)
+	if (backstops_held || next_backstop_ns == 0)
 		return -1;
 	now = now_ns();
 	return next_backstop_ns <= now ? 0 : (int)min_u64((next_backstop_ns - now) / 1000000 + 1, 60000);
 }
 
+/* The guest is about to stand still: so do its backstops, until the thaw. */
+void process_hold(void)
+{
+	backstops_held = true;
+}
+
 /* Time in which the sandbox did not run does not count. */
 void process_thaw(uint64_t frozen_ns)
 {
+	backstops_held = false;
 	frozen_ns = min_u64(frozen_ns, now_ns());
 	for (int i = 0; i < PID_BUCKETS; i++)
 		for (struct process *p = by_pid[i]; p != NULL; p = p->next_by_pid)

@@ -339,6 +339,15 @@ static bool handle_thaw(uint32_t tag, struct reader *r)
 	return true;
 }
 
+static bool handle_hold(uint32_t tag, struct reader *r)
+{
+	if (!reader_done(r))
+		return false;
+	process_hold();
+	reply_empty(REQUEST_HOLD, tag);
+	return true;
+}
+
 static bool handle_detach(uint32_t tag, struct reader *r)
 {
 	if (!reader_done(r))
@@ -360,7 +369,7 @@ bool request_handle(uint8_t type, uint32_t tag, uint8_t *body, size_t len)
 		[REQUEST_ACK] = handle_ack,       [REQUEST_STDIN] = handle_stdin,       [REQUEST_SIGNAL] = handle_signal,
 		[REQUEST_RESIZE] = handle_resize, [REQUEST_LOOKUP] = handle_lookup,     [REQUEST_LIST] = handle_list,
 		[REQUEST_RESEED] = handle_reseed, [REQUEST_SETCLOCK] = handle_setclock, [REQUEST_THAW] = handle_thaw,
-		[REQUEST_DETACH] = handle_detach,
+		[REQUEST_DETACH] = handle_detach, [REQUEST_HOLD] = handle_hold,
 	};
 	struct reader r = reader_of(body, len);
 

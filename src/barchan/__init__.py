@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ModelError,
         NodeLost,
         NotFound,
+        NotSnapshotable,
         OutputLimitExceeded,
         ProtocolError,
         QuotaExceeded,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         SandboxStats,
         Usage,
     )
+    from barchan.model.tiers import TierChange, Waiting
     from barchan.model.verdict import Evidence, Verdict
     from barchan.rollout.calls import Observation, ToolCall
     from barchan.rollout.group import AsyncGroup
@@ -113,6 +115,7 @@ _HOMES = {
     "barchan.model.node": ("NodeInfo", "ImageInfo", "LayerInfo", "Budget"),
     "barchan.model.image": ("Rebased",),
     "barchan.model.gc": ("GcReport",),
+    "barchan.model.tiers": ("Waiting", "TierChange"),
     "barchan.model.verdict": ("Verdict", "Evidence"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -162,6 +165,8 @@ __all__ = [
     "GcReport",
     "Rebased",
     "NodeInfo",
+    "Waiting",
+    "TierChange",
     "Verdict",
     "Evidence",
     # errors, as drawn in errors.py
@@ -173,6 +178,7 @@ __all__ = [
     "Denied",
     "QuotaExceeded",
     "SandboxExpired",
+    "NotSnapshotable",
     "GuestError",
     "ExecFailed",
     "ExecTimeout",

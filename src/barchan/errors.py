@@ -2,7 +2,7 @@
 
     BarchanError                  code, fault, retryable, details
       CallerError                 fault=caller
-        InvalidSpec NotFound Conflict Denied QuotaExceeded SandboxExpired SnapshotIncompatible
+        InvalidSpec NotFound Conflict Denied QuotaExceeded SandboxExpired NotSnapshotable SnapshotIncompatible
       GuestError                  fault=policy; raised only by ExecResult.check()
         ExecFailed ExecTimeout OutputLimitExceeded GuestOutOfMemory GuestWrecked
       CapacityError               fault=platform, retryable: no room now, details["retry_after_ms"]
@@ -64,6 +64,12 @@ class Denied(CallerError):
 
 class QuotaExceeded(CallerError):
     code = "quota_exceeded"
+
+
+class NotSnapshotable(CallerError):
+    """The guest holds something that can't be stored with its memory; the sandbox is as it was."""
+
+    code = "not_snapshotable"
 
 
 class SandboxExpired(CallerError):

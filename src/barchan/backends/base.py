@@ -29,6 +29,21 @@ class Ended(Struct, frozen=True, kw_only=True):
     oom_kills: int
 
 
+class Activity(Struct, frozen=True, kw_only=True):
+    """What a guest's programs do at one moment.
+
+    Attributes:
+        has_programs: There are some.
+        waits_for_client: Every one of them waits for its input, or for another of them to end: they do nothing until
+            somebody outside does.
+        cpu_s: That they have used, all together, since the sandbox was made.
+    """
+
+    has_programs: bool
+    waits_for_client: bool
+    cpu_s: float
+
+
 class Handle(Protocol):
     """One live sandbox of a backend.
 
@@ -72,6 +87,22 @@ class Handle(Protocol):
 
         Cancellation: No cut is left.
         """
+
+    async def freeze(self) -> None:
+        """Stop every program of the guest, and the init's timers; the init still answers. Repeating is harmless.
+
+        Raises:
+            CapacityError: They did not stop, and go on.
+        """
+
+    async def thaw(self, frozen_s: float) -> None:
+        """Let the guest's programs go on, and the init's timers with what was left; `frozen_s`: since when not."""
+
+    async def page_out(self) -> int:
+        """Give away what can be given of a frozen guest's memory; returns by how many bytes it has shrunk."""
+
+    def activity(self) -> Activity:
+        """What its programs do now. Costs some 20 us for each of them."""
 
     async def end_if_starved(self, within_s: float) -> bool:
         """End the sandbox, as one whose image is unavailable, if its programs have spent the last `within_s` seconds

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from msgspec import Meta, Struct, field
 
 from barchan.errors import ExecFailed, ExecTimeout, GuestOutOfMemory, OutputLimitExceeded
+from barchan.model.tiers import Tier, Waiting
 
 Phase = Literal["pending", "booting", "ready", "paused", "hibernated", "stopped", "lost"]
 Network = Literal["none", "open", "allow"]
@@ -44,6 +45,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             installers need it; what that costs is in docs/threat-model.md.
         create_id: Repeating a create with the same id gives the same sandbox.
         detach: The sandbox outlives its creator and ends by `ttl_s`, `idle_timeout_s` or kill.
+        waiting: What the node may do by itself with the sandbox while nobody asks anything of it. `ttl_s`, deadlines
+            and a lease's seconds stand still while it is asleep.
     """
 
     template: Name
@@ -66,10 +69,17 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     create_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     lease_id: str | None = None
     detach: bool = False
+    waiting: Waiting = Waiting()
 
 
 class SandboxInfo(Struct, frozen=True, kw_only=True):
-    """What a node says of one of its sandboxes. Times are seconds; `*_unix_s` on the wall clock, for people."""
+    """What a node says of one of its sandboxes. Times are seconds; `*_unix_s` on the wall clock, for people.
+
+    Attributes:
+        tier: How far down it is; phase `paused` is `paused` or `paged_out`.
+        memory_freed_bytes: What it takes less than when it was last running.
+        stays_paused: Why it could not be hibernated; empty: nobody tried, or it could.
+    """
 
     sandbox_id: str
     node_id: str
@@ -83,6 +93,9 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
     create_ms: float
     processes_running: int
     end_cause: str | None = None
+    tier: Tier = "running"
+    memory_freed_bytes: int = 0
+    stays_paused: str = ""
 
 
 class Usage(Struct, frozen=True, kw_only=True):

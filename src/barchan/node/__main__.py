@@ -137,8 +137,8 @@ async def _serve(arguments: argparse.Namespace, sandboxes: Sandboxes) -> None:
         arguments.ready_fd = None
         await _until_idle(stop, sandboxes, arguments.idle_exit_s)
         socket_path.unlink()  # a client that comes now starts the next node
-        if not sandboxes.live:
-            await sandboxes.shutdown()
+        if not sandboxes.is_occupied:
+            await sandboxes.end_backends()
     finally:
         for runner in runners:
             await runner.cleanup()
@@ -153,7 +153,7 @@ async def _until_idle(stop: asyncio.Event, sandboxes: Sandboxes, idle_exit_s: fl
             async with asyncio.timeout(IDLE_CHECK_S):
                 await stop.wait()
         except TimeoutError:
-            if sandboxes.live or sandboxes.leases.held:
+            if sandboxes.is_occupied or sandboxes.leases.held:
                 sandboxes.touch()
             elif idle_exit_s and loop.time() - sandboxes.last_used > idle_exit_s:
                 return

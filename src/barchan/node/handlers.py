@@ -1,5 +1,7 @@
 """What every handler of the node's HTTP server starts from: the sandboxes, and a request's body."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -30,5 +32,9 @@ class Handlers:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidSpec(f"the body does not fit {name}: {error}") from error
 
-    def live(self, request: web.Request) -> Live:
-        return self.sandboxes.get(request.match_info["sandbox_id"])
+    @asynccontextmanager
+    async def live(self, request: web.Request, *, attached: bool = False) -> AsyncIterator[Live]:
+        """The request's sandbox, awake; inside, the request counts as one in flight, or as one that only listens."""
+        live = self.sandboxes.get(request.match_info["sandbox_id"])
+        async with self.sandboxes.tiers.busy(live, attached=attached):
+            yield live

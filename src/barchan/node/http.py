@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import msgspec
 from aiohttp import web
@@ -154,7 +154,7 @@ class Server(Handlers):
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         found = self.sandboxes.matching(labels_of(request), request.query.get("create_id"))
-        return reply(request, [live.info(self.sandboxes.node_id) for live in found if live.phase == "ready"])
+        return reply(request, [live.info(self.sandboxes.node_id) for live in found if live.is_here])
 
     async def kill_many(self, request: web.Request) -> web.StreamResponse:
         labels, create_id = labels_of(request), request.query.get("create_id")
@@ -177,77 +177,79 @@ class Server(Handlers):
         return reply(request, Killed(killed=1))
 
     async def stats(self, request: web.Request) -> web.StreamResponse:
-        return reply(request, self.live(request).handle.stats())
+        async with self.live(request) as live:
+            return reply(request, live.handle.stats())
 
     # processes
 
     async def exec(self, request: web.Request) -> web.StreamResponse:
         asked: ExecRequest = await self.body(request, "exec")
-        live = self.live(request)
-        live.requests += 1
-        try:
+        async with self.live(request) as live:
             return reply(request, await live.processes.exec(asked))
-        finally:
-            live.requests -= 1
 
     async def start(self, request: web.Request) -> web.StreamResponse:
         asked: StartRequest = await self.body(request, "start")
-        return reply(request, await self.live(request).processes.start(asked))
+        async with self.live(request) as live:
+            return reply(request, await live.processes.start(asked))
 
     async def process_list(self, request: web.Request) -> web.StreamResponse:
-        return reply(request, await self.live(request).processes.listed())
+        async with self.live(request) as live:
+            return reply(request, await live.processes.listed())
 
-    async def _process(self, request: web.Request) -> tuple[Live, GuestProcess]:
-        live = self.live(request)
-        return live, await live.handle.guest.find(request.match_info["process_id"])
+    @asynccontextmanager
+    async def _process(
+        self, request: web.Request, *, attached: bool = False
+    ) -> AsyncIterator[tuple[Live, GuestProcess]]:
+        async with self.live(request, attached=attached) as live:
+            yield live, await live.handle.guest.find(request.match_info["process_id"])
 
     async def process_info(self, request: web.Request) -> web.StreamResponse:
-        live, process = await self._process(request)
-        wait_s = min(WAIT_S_MAX, seconds(request, "wait_s"))
-        if wait_s > 0 and process.exit is None:
-            await asyncio.wait([process.ended], timeout=wait_s)
-        if process.exit is None and process.ended.done():
-            process.ended.result()  # the guest is gone: its error is the answer
-        return reply(request, live.processes.info(process))
+        async with self._process(request) as (live, process):
+            wait_s = min(WAIT_S_MAX, seconds(request, "wait_s"))
+            if wait_s > 0 and process.exit is None:
+                await asyncio.wait([process.ended], timeout=wait_s)
+            if process.exit is None and process.ended.done():
+                process.ended.result()  # the guest is gone: its error is the answer
+            return reply(request, live.processes.info(process))
 
     async def output(self, request: web.Request) -> web.StreamResponse:
-        live, process = await self._process(request)
-        stream = Stream(number(request, "stdout", 0), number(request, "stderr", 0))
-        follow = flag(request, "follow", default=True)
-        packed = is_packed(request)
-        spool = await process.add_reader(stream)
-        try:
-            response = await begin_stream(request)
-            async for chunk in _chunks(live, process, stream, None if follow else spool):
-                await response.write(encode_chunk(chunk, packed=packed))
-            await response.write_eof()
-            return response
-        finally:
-            process.remove_reader(stream)
+        async with self._process(request, attached=True) as (live, process):
+            stream = Stream(number(request, "stdout", 0), number(request, "stderr", 0))
+            follow = flag(request, "follow", default=True)
+            packed = is_packed(request)
+            spool = await process.add_reader(stream)
+            try:
+                response = await begin_stream(request)
+                async for chunk in _chunks(live, process, stream, None if follow else spool):
+                    await response.write(encode_chunk(chunk, packed=packed))
+                await response.write_eof()
+                return response
+            finally:
+                process.remove_reader(stream)
 
     async def stdin(self, request: web.Request) -> web.StreamResponse:
-        live, process = await self._process(request)
-        offset, eof = number(request, "offset", 0), flag(request, "eof", default=False)
-        data = await request.read()
-        try:
-            reached = await live.processes.write_stdin(process, offset, data, eof=eof)
-        except OSError as error:
-            raise InvalidSpec(f"process {process.process_id} takes no more input: {error.strerror}") from error
-        return reply(request, StdinWritten(offset=reached))
+        async with self._process(request) as (live, process):
+            offset, eof = number(request, "offset", 0), flag(request, "eof", default=False)
+            data = await request.read()
+            try:
+                reached = await live.processes.write_stdin(process, offset, data, eof=eof)
+            except OSError as error:
+                raise InvalidSpec(f"process {process.process_id} takes no more input: {error.strerror}") from error
+            return reply(request, StdinWritten(offset=reached))
 
     async def signal(self, request: web.Request) -> web.StreamResponse:
         asked: api.SignalRequest = await self.body(request, "signal")
-        live, process = await self._process(request)
-        return reply(request, Signalled(signalled=await live.processes.signal(process, asked.signal, asked.scope)))
+        async with self._process(request) as (live, process):
+            return reply(request, Signalled(signalled=await live.processes.signal(process, asked.signal, asked.scope)))
 
     async def resize(self, request: web.Request) -> web.StreamResponse:
         asked: api.ResizeRequest = await self.body(request, "resize")
-        live, process = await self._process(request)
-        try:
-            await live.handle.guest.request(lambda tag: wire.resize(tag, process.handle, asked.rows, asked.cols))
-        except OSError as error:
-            raise InvalidSpec(f"process {process.process_id} has no terminal: {error.strerror}") from error
-        return reply(request, Empty())
+        async with self._process(request) as (live, process):
+            try:
+                await live.handle.guest.request(lambda tag: wire.resize(tag, process.handle, asked.rows, asked.cols))
+            except OSError as error:
+                raise InvalidSpec(f"process {process.process_id} has no terminal: {error.strerror}") from error
+            return reply(request, Empty())
 
 
 async def _chunks(

@@ -14,6 +14,7 @@ from barchan.errors import BarchanError, BlobUnavailable, RequirementMissing, Sa
 from barchan.image.template import Template
 from barchan.model.node import LeaseRequest
 from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
+from barchan.node.rest import Stored
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sandbox (
@@ -25,6 +26,10 @@ CREATE TABLE IF NOT EXISTS lease (id TEXT PRIMARY KEY, grace_s REAL NOT NULL) WI
 CREATE TABLE IF NOT EXISTS lease_terms (
     id TEXT PRIMARY KEY, request BLOB NOT NULL, sandbox_s REAL NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sandbox_rest (
+    id TEXT PRIMARY KEY, asleep_s REAL NOT NULL DEFAULT 0, since_unix_s REAL, is_asked INTEGER NOT NULL DEFAULT 0,
+    stored BLOB
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 ENDED_KEPT_S = 3600.0
@@ -32,7 +37,14 @@ FORMAT = "1"
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """One sandbox as journalled."""
+    """One sandbox as journalled.
+
+    Attributes:
+        asleep_s: For how long it has slept before, all added up.
+        since_unix_s: Since when it sleeps now; None: it is awake.
+        is_asked: It sleeps because somebody asked for it.
+        stored: Where it is, hibernated.
+    """
 
     sandbox_id: str
     spec: SandboxSpec
@@ -42,6 +54,17 @@ class Row(Struct, frozen=True, kw_only=True):
     create_ms: float
     ended_unix_s: float | None
     end_cause: str | None
+    asleep_s: float = 0.0
+    since_unix_s: float | None = None
+    is_asked: bool = False
+    stored: Stored | None = None
+
+    @property
+    def awake_s(self) -> float:
+        """For how long it has been awake, all added up."""
+        now = self.ended_unix_s or time.time()
+        sleeps_s = 0.0 if self.since_unix_s is None else max(0.0, now - self.since_unix_s)
+        return max(0.0, now - self.created_unix_s - self.asleep_s - sleeps_s)
 
     def error(self) -> BarchanError:
         """What whoever still wants the sandbox is told."""
@@ -112,9 +135,53 @@ class Journal:
     def prune(self) -> None:
         """Forget what ended long ago."""
         self._db.execute("DELETE FROM sandbox WHERE ended_unix_s < ?", (time.time() - ENDED_KEPT_S,))
+        self._db.execute("DELETE FROM sandbox_rest WHERE id NOT IN (SELECT id FROM sandbox)")
+
+    def pause(self, sandbox_id: str, *, is_asked: bool) -> None:
+        """It has stopped, with its memory kept."""
+        with self._db:
+            self._db.execute("BEGIN")
+            self._set_phase(sandbox_id, "paused")
+            self._db.execute(
+                "INSERT INTO sandbox_rest (id, since_unix_s, is_asked) VALUES (?, ?, ?) "
+                "ON CONFLICT (id) DO UPDATE SET since_unix_s = excluded.since_unix_s, is_asked = excluded.is_asked",
+                (sandbox_id, time.time(), is_asked),
+            )
+
+    def hibernate(self, sandbox_id: str, stored: Stored) -> None:
+        """All of it is on disk: from now on the processes that are left may go."""
+        with self._db:
+            self._db.execute("BEGIN")
+            self._set_phase(sandbox_id, "hibernated")
+            self._db.execute(
+                "UPDATE sandbox_rest SET stored = ? WHERE id = ?", (msgspec.json.encode(stored), sandbox_id)
+            )
+
+    def wake(self, sandbox_id: str, template: Template | None = None) -> None:
+        """It is about to run again: where it was stored does not count any more.
+
+        Args:
+            template: What it is made of from now on, if that has changed.
+        """
+        with self._db:
+            self._db.execute("BEGIN")
+            self._set_phase(sandbox_id, "booting")
+            if template is not None:
+                self._db.execute(
+                    "UPDATE sandbox SET template = ? WHERE id = ?", (msgspec.json.encode(template), sandbox_id)
+                )
+            self._db.execute(
+                "UPDATE sandbox_rest SET asleep_s = asleep_s + max(0, ? - since_unix_s), since_unix_s = NULL, "
+                "is_asked = 0, stored = NULL WHERE id = ? AND since_unix_s IS NOT NULL",
+                (time.time(), sandbox_id),
+            )
+
+    def _set_phase(self, sandbox_id: str, phase: Phase) -> None:
+        """Of one that lives; those that are awake are all `booting` here."""
+        self._db.execute("UPDATE sandbox SET phase = ? WHERE id = ? AND ended_unix_s IS NULL", (phase, sandbox_id))
 
     def find(self, sandbox_id: str) -> Row | None:
-        return self._one("WHERE id = ?", sandbox_id)
+        return self._one("WHERE sandbox.id = ?", sandbox_id)
 
     def find_create(self, create_id: str) -> Row | None:
         return self._one("WHERE create_id = ?", create_id)
@@ -159,7 +226,9 @@ class Journal:
 
     def _rows(self, where: str, *values: str) -> list[Row]:
         query = (
-            "SELECT id, spec, template, phase, created_unix_s, create_ms, ended_unix_s, end_cause FROM sandbox " + where
+            "SELECT sandbox.id, spec, template, phase, created_unix_s, create_ms, ended_unix_s, end_cause, "
+            "asleep_s, since_unix_s, is_asked, stored "
+            "FROM sandbox LEFT JOIN sandbox_rest ON sandbox_rest.id = sandbox.id " + where
         )
         return [
             Row(
@@ -171,6 +240,10 @@ class Journal:
                 create_ms=found[5],
                 ended_unix_s=found[6],
                 end_cause=found[7],
+                asleep_s=found[8] or 0.0,
+                since_unix_s=found[9],
+                is_asked=bool(found[10]),
+                stored=msgspec.json.decode(found[11], type=Stored) if found[11] else None,
             )
             for found in self._db.execute(query, values)
         ]

@@ -28,7 +28,8 @@ class Lease:
         self.ended = asyncio.Event()
         self.spent_s = spent_s  # by sandboxes that have ended
         self.memory_mib: dict[str, int] = {}  # by sandbox, from its admission to its end
-        self.since: dict[str, float] = {}  # by sandbox, from when it was started
+        self.since: dict[str, float] = {}  # by sandbox, from when it was started or woken; none for those asleep
+        self.before_s: dict[str, float] = {}  # by sandbox, until it went to sleep the last time
         self.grace: asyncio.TimerHandle | None = None
         self.spent: asyncio.TimerHandle | None = None
 
@@ -42,7 +43,7 @@ class Lease:
         return LeaseUse(
             sandboxes=len(self.memory_mib),
             memory_mib=sum(self.memory_mib.values()),
-            sandbox_s=self.spent_s + sum(now - since for since in self.since.values()),
+            sandbox_s=self.spent_s + sum(self.before_s.values()) + sum(now - since for since in self.since.values()),
         )
 
     def info(self) -> LeaseInfo:
@@ -176,12 +177,29 @@ class Leases:
         lease.since[sandbox_id] = asyncio.get_running_loop().time()
         self._watch(lease)
 
-    def adopt(self, lease_id: str | None, sandbox_id: str, memory_mib: int, age_s: float) -> None:
+    def adopt(self, lease_id: str | None, sandbox_id: str, memory_mib: int, awake_s: float, *, is_awake: bool) -> None:
         """Count a sandbox that an earlier node started, whatever the budget says."""
         lease = self._leases.get(lease_id or "")
         if lease is not None:
             lease.memory_mib[sandbox_id] = memory_mib
-            lease.since[sandbox_id] = asyncio.get_running_loop().time() - age_s
+            lease.before_s[sandbox_id] = awake_s
+            if is_awake:
+                lease.since[sandbox_id] = asyncio.get_running_loop().time()
+            self._watch(lease)
+
+    def stand_still(self, lease_id: str | None, sandbox_id: str) -> None:
+        """A sandbox uses no seconds while it is asleep; repeating is harmless."""
+        lease = self._leases.get(lease_id or "")
+        if lease is not None and (since := lease.since.pop(sandbox_id, None)) is not None:
+            used_s = asyncio.get_running_loop().time() - since
+            lease.before_s[sandbox_id] = lease.before_s.get(sandbox_id, 0.0) + used_s
+            self._watch(lease)
+
+    def go_on(self, lease_id: str | None, sandbox_id: str) -> None:
+        """It is awake again; repeating is harmless."""
+        lease = self._leases.get(lease_id or "")
+        if lease is not None and sandbox_id in lease.memory_mib and sandbox_id not in lease.since:
+            lease.since[sandbox_id] = asyncio.get_running_loop().time()
             self._watch(lease)
 
     def leave(self, lease_id: str | None, sandbox_id: str) -> None:
@@ -189,9 +207,10 @@ class Leases:
         lease = self._leases.get(lease_id or "")
         if lease is None or lease.memory_mib.pop(sandbox_id, None) is None:
             return
-        since = lease.since.pop(sandbox_id, None)
-        if since is not None:
-            lease.spent_s += asyncio.get_running_loop().time() - since
+        now = asyncio.get_running_loop().time()
+        used_s = lease.before_s.pop(sandbox_id, 0.0) + now - lease.since.pop(sandbox_id, now)
+        if used_s:
+            lease.spent_s += used_s
             self._journal.lease_use(lease.lease_id, lease.spent_s)
             self._watch(lease)
 

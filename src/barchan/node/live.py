@@ -9,9 +9,11 @@ from barchan.backends.base import Handle
 from barchan.errors import BackendError, BarchanError, NotFound, SandboxExpired
 from barchan.image.template import Template
 from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
+from barchan.node.clock import Clock, Timer
 from barchan.node.files import Files
 from barchan.node.network import Network
 from barchan.node.processes import SHELL_NAMES, Defaults, Processes
+from barchan.node.rest import Rest
 
 SHELLS_MAX = 4096  # each snapshot is a template of its own
 
@@ -28,8 +30,11 @@ class Live:
         self.create_ms = 0.0
         self.booted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ending: asyncio.Task[None] | None = None
+        self.clock = Clock()
+        self.rest = Rest()
         self.last_used = asyncio.get_running_loop().time()
-        self.requests = 0
+        self.requests = 0  # in flight
+        self.attached = 0  # of those that only listen to output or changes
         self.maker: asyncio.Task[None] | None = None
         self.is_equipped = False
         self.unavailable: BarchanError | None = None  # why it was stopped while it booted
@@ -38,18 +43,28 @@ class Live:
         self.processes: Processes
         self.files: Files
         self.network: Network | None = None
-        self.expiry: asyncio.TimerHandle | None = None
+        self.expiry: Timer | None = None
 
     def let_go(self) -> None:
         """It has ended: a timer would keep all of it in memory for as long as it might have lived."""
         if self.expiry is not None:
             self.expiry.cancel()
 
+    @property
+    def is_up(self) -> bool:
+        """It has processes on this host, running or stopped."""
+        return self.phase in ("ready", "paused")
+
+    @property
+    def is_here(self) -> bool:
+        """It can be asked something, if need be after a wake."""
+        return self.is_up or self.phase == "hibernated"
+
     def equip(self, handle: Handle, *, is_new: bool) -> None:
         self.is_equipped = True
         self.handle = handle
         self.defaults = Defaults(self.spec, self.template, Network.env(self.spec))
-        self.processes = Processes(handle, self.defaults, is_new=is_new)
+        self.processes = Processes(handle, self.defaults, self.clock, is_new=is_new)
         self.files = Files(handle, self.processes, self.defaults)
 
     def failure(self, error: BaseException) -> BarchanError:
@@ -82,7 +97,10 @@ class Live:
             age_s=max(0.0, time.time() - self.created_unix_s),
             idle_s=asyncio.get_running_loop().time() - self.last_used,
             create_ms=self.create_ms,
-            processes_running=self.handle.guest.running if self.phase == "ready" else 0,
+            processes_running=self.handle.guest.running if self.is_here and self.is_equipped else 0,
+            tier=self.rest.tier,
+            memory_freed_bytes=self.rest.freed_bytes,
+            stays_paused=self.rest.refused,
         )
 
 

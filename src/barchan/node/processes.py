@@ -12,6 +12,7 @@ from barchan.backends.guest import GuestProcess
 from barchan.errors import ConnectionLost, InvalidSpec, ReadTimeout, TransportError
 from barchan.image.template import GUEST_PATH, Template
 from barchan.model.sandbox import ExecRequest, ExecResult, ProcessInfo, SandboxSpec, StartRequest, Usage
+from barchan.node.clock import Clock, Timer
 from barchan.node.collect import Collector
 from barchan.wire import guest as wire
 from barchan.wire.guest import Scope, StartFlag
@@ -41,15 +42,15 @@ class Defaults:
 class Processes:
     """The programs of one sandbox. Deadlines are the node's; the init's backstop comes a little later."""
 
-    def __init__(self, handle: Handle, defaults: Defaults, *, is_new: bool) -> None:
+    def __init__(self, handle: Handle, defaults: Defaults, clock: Clock, *, is_new: bool) -> None:
         self._handle = handle
+        self._clock = clock
         self._guest = handle.guest
         self._defaults = defaults
         self._oom_killed: set[str] = set()
         self._oom_seen = 0 if is_new else handle.oom_kills()
         self._feeders: set[asyncio.Task[None]] = set()
-        self._deadlines: list[asyncio.TimerHandle] = []
-        self.active = 0  # requests being served, for the idle timeout
+        self._deadlines: list[Timer] = []
 
     # building a START
 
@@ -123,13 +124,14 @@ class Processes:
         collector = Collector(request.max_output_bytes)
         process = await self._patient_start(start, collector)
         self._feed(process, request.stdin)
-        timer = self._guest.loop.call_later(request.timeout_s, self._deadline, process, request.timeout_s)
+        slept_s = self._clock.slept_s
+        timer = self._clock.call_later(request.timeout_s, self._deadline, process, request.timeout_s)
         try:
             await collector.done
         finally:
             timer.cancel()
             process.remove_reader(collector)
-        return self._result(process, collector)
+        return self._result(process, collector, self._clock.slept_s - slept_s)
 
     async def start(self, request: StartRequest) -> ProcessInfo:
         """Start in the background."""
@@ -145,7 +147,7 @@ class Processes:
         process = await self._patient_start(self._start(request, flags, request.spool_bytes), None)
         self._feed(process, request.stdin)
         if request.timeout_s is not None and process.exit is None:
-            timer = self._guest.loop.call_later(request.timeout_s, self._deadline, process, request.timeout_s)
+            timer = self._clock.call_later(request.timeout_s, self._deadline, process, request.timeout_s)
             self._deadlines.append(timer)
         return self.info(process)
 
@@ -251,7 +253,7 @@ class Processes:
             usage=usage_of(ended),
         )
 
-    def _result(self, process: GuestProcess, collector: Collector) -> ExecResult:
+    def _result(self, process: GuestProcess, collector: Collector, slept_s: float) -> ExecResult:
         ended = process.exit
         assert ended is not None
         code, number = exit_of(ended.wstatus)
@@ -271,7 +273,7 @@ class Processes:
             ),
             stdout_bytes=max(out.end, ended.stdout_end),
             stderr_bytes=max(err.end, ended.stderr_end),
-            usage=usage_of(ended),
+            usage=usage_of(ended, slept_s),
         )
 
     def _oom(self, process: GuestProcess, code: int) -> bool:
@@ -306,12 +308,13 @@ def exit_of(wstatus: int) -> tuple[int, int | None]:
     return os.WEXITSTATUS(wstatus), None
 
 
-def usage_of(ended: wire.Exit) -> Usage:
+def usage_of(ended: wire.Exit, slept_s: float = 0.0) -> Usage:
+    """What it used; `slept_s` of its wall time the platform had it asleep."""
     return Usage(
         user_s=ended.utime_us / 1e6,
         system_s=ended.stime_us / 1e6,
         max_rss_kib=ended.maxrss_kib,
-        wall_s=max(0, ended.ended_ns - ended.started_ns) / 1e9,
+        wall_s=max(0.0, (ended.ended_ns - ended.started_ns) / 1e9 - slept_s),
     )
 
 

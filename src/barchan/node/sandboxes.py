@@ -5,6 +5,7 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from barchan import backends
@@ -25,15 +26,17 @@ from barchan.errors import (
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
-from barchan.node import upkeep
+from barchan.node import adoption, hibernate, upkeep
 from barchan.node.admission import Admission, check_spec
+from barchan.node.forks import Forks
 from barchan.node.holds import Holds
 from barchan.node.images import NodeImages
-from barchan.node.journal import Journal, Row
+from barchan.node.journal import Journal
 from barchan.node.leases import Leases, Over
 from barchan.node.live import Live, Shells, identity
 from barchan.node.network import Network
 from barchan.node.tasks import Tasks
+from barchan.node.tiers import Tiers
 
 Start = Callable[[Backend, Live], Awaitable[Handle]]
 
@@ -61,7 +64,9 @@ class Sandboxes:
         self.node_id = self.journal.meta("node_id", f"node_{secrets.token_hex(4)}")
         self.holds = Holds(self.images, self.node_id)
         self.admission = Admission(limits, state_dir)
+        self.forks = Forks(self)
         self.leases = Leases(self.journal, self._lease_over)
+        self.tiers = Tiers(self)
         self.live: dict[str, Live] = {}
         self.by_create: dict[str, Live] = {}
         self.creates_total = 0
@@ -84,48 +89,8 @@ class Sandboxes:
 
     async def start(self) -> None:
         """Find the sandboxes of an earlier node again; what can't be found is lost, what nobody knows is removed."""
-        rows = {row.sandbox_id: row for row in self.journal.live()}
-        for row in rows.values():
-            age_s = max(0.0, time.time() - row.created_unix_s)
-            self.leases.adopt(row.spec.lease_id, row.sandbox_id, row.spec.memory_mib, age_s)
-        # At once, so that what the host lacks is said by the node's start, not by a create.
-        for name in backends.BACKENDS:
-            backend = await self.backend(name)
-            found = set(await backend.found())
-            await asyncio.gather(
-                *(
-                    self._adopt(backend, row)
-                    for row in rows.values()
-                    if row.spec.backend == name and row.sandbox_id in found
-                ),
-                *(backend.discard(sandbox_id) for sandbox_id in found - set(rows)),
-            )
-            backend.adopted()
-            for row in rows.values():
-                if row.spec.backend == name and row.sandbox_id not in self.live:
-                    self.journal.end(row.sandbox_id, "lost", "node_lost")
-                    self.leases.leave(row.spec.lease_id, row.sandbox_id)
+        await adoption.adopt_all(self)
         self.tasks.spawn(upkeep.sweep(self))
-
-    async def _adopt(self, backend: Backend, row: Row) -> None:
-        """Take one sandbox over. One that can't be served any more is lost; the others are not."""
-        live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
-        try:
-            live.equip(await backend.adopt(row.sandbox_id, row.spec, row.template), is_new=False)
-            await self._finish_boot(live)
-            await live.handle.guest.watch_running()
-        except (BarchanError, OSError, TimeoutError) as error:
-            self.journal.end(row.sandbox_id, "lost", f"node_lost: {error}")
-            if live.is_equipped:
-                await self._remove_quietly(live)
-            else:
-                await backend.discard(row.sandbox_id)
-            return
-        self.live[live.sandbox_id] = live
-        await self.holds.hold(live.sandbox_id, live.template)
-        if row.spec.create_id:
-            self.by_create[row.spec.create_id] = live
-        live.booted.set_result(None)
 
     async def backend(self, name: str) -> Backend:
         """The backend of this name, started on first use."""
@@ -146,7 +111,7 @@ class Sandboxes:
         self._backends.pop(name, None)
         error = NodeLost(f"the supervisor of {name} sandboxes died, and they with it")
         for live in list(self.live.values()):
-            if live.spec.backend == name and live.phase == "ready":  # a create that is under way fails by itself
+            if live.spec.backend == name and live.is_up:  # a create that is under way fails by itself
                 live.handle.guest.guest_gone(error)
                 self.lost[live.sandbox_id] = error
                 self._ended(live, Fact.INIT_DIED, "node_lost")
@@ -156,9 +121,9 @@ class Sandboxes:
         """Bytes of their image can't be had, and they were stopped before they could see that: say why."""
         for sandbox_id in sandbox_ids:
             live = self.live.get(sandbox_id)
-            if live is None or live.ending is not None or live.phase not in ("booting", "ready"):
+            if live is None or live.ending is not None or not (live.is_up or live.phase == "booting"):
                 continue
-            if live.phase == "ready":
+            if live.is_up:
                 self._ended(live, Fact.INIT_DIED, f"blob_unavailable: {cause}")
             else:  # its create fails for this, however that shows
                 self.journal.end(sandbox_id, "lost", f"blob_unavailable: {cause}")
@@ -170,7 +135,7 @@ class Sandboxes:
         """Let go; sandboxes stay for the next node."""
         await self.tasks.cancel()
         for live in list(self.live.values()):
-            if live.phase == "ready":
+            if live.is_equipped:
                 await live.processes.close()
             if live.network is not None:
                 await live.network.close()
@@ -182,6 +147,15 @@ class Sandboxes:
     async def shutdown(self) -> None:
         """End everything this node runs."""
         await asyncio.gather(*(self.end(live, "node_shutdown") for live in list(self.live.values())))
+        await self.end_backends()
+
+    @property
+    def is_occupied(self) -> bool:
+        """Sandboxes live here; those that are on disk need no node."""
+        return any(live.phase != "hibernated" for live in self.live.values())
+
+    async def end_backends(self) -> None:
+        """End what holds sandboxes up, when none is left but those on disk."""
         backends_, self._backends = self._backends, {}
         for backend in backends_.values():
             await backend.shutdown()
@@ -197,9 +171,7 @@ class Sandboxes:
         self.touch()
         live = self._made_before(spec)
         if live is None:
-            if spec.lease_id is not None:
-                self.leases.get(spec.lease_id)  # NotFound unless there is one
-            check_spec(spec, self._memory_mib, self._cpus)
+            self.check(spec)
             template = await self.templates.template_for(spec)
             live = self._made_before(spec)  # meanwhile, by a repetition of this request
             if live is None:
@@ -211,6 +183,12 @@ class Sandboxes:
             raise self._why_not(live.sandbox_id)
         self._hand_over(live, spec)
         return live.info(self.node_id)
+
+    def check(self, spec: SandboxSpec) -> None:
+        """Raise `InvalidSpec` or `NotFound` for a wish that this node could never fulfil."""
+        if spec.lease_id is not None:
+            self.leases.get(spec.lease_id)  # NotFound unless there is one
+        check_spec(spec, self._memory_mib, self._cpus)
 
     def _made_before(self, spec: SandboxSpec) -> Live | None:
         """The sandbox of the same `create_id`.
@@ -229,9 +207,14 @@ class Sandboxes:
             raise Conflict(f"create id {spec.create_id!r} was used for another sandbox", create_id=spec.create_id)
         return before
 
-    def begin(self, spec: SandboxSpec, template: Template, start: Start = start_empty) -> Live:
+    def new_id(self) -> str:
+        return f"sb_{self.node_id[5:]}_{secrets.token_hex(6)}"
+
+    def begin(
+        self, spec: SandboxSpec, template: Template, start: Start = start_empty, sandbox_id: str | None = None
+    ) -> Live:
         """Let it in and start it; `booted` tells how that went."""
-        sandbox_id = f"sb_{self.node_id[5:]}_{secrets.token_hex(6)}"
+        sandbox_id = sandbox_id or self.new_id()
         priority = 0
         if spec.lease_id is not None:
             self.leases.admit(spec.lease_id, sandbox_id, spec.memory_mib)
@@ -252,6 +235,8 @@ class Sandboxes:
             self.leases.leave(live.spec.lease_id, live.sandbox_id)
             live.spec = self.leases.labelled(spec, spec.lease_id)
             self.journal.rehold(live.sandbox_id, live.spec)
+            if live.phase in ("paused", "hibernated"):
+                self.leases.stand_still(spec.lease_id, live.sandbox_id)
 
     async def _make(self, live: Live, priority: int, start: Start) -> None:
         began = time.monotonic()
@@ -266,13 +251,13 @@ class Sandboxes:
                 backend = await self.backend(live.spec.backend)
                 self.journal.begin(live.sandbox_id, live.spec, live.template)
                 live.equip(await start(backend, live), is_new=True)
-                await self._finish_boot(live)
+                await self.finish_boot(live)
                 live.create_ms = (time.monotonic() - began) * 1e3
         except BaseException as error:
             failure = live.failure(error)
             self.create_failures_total += 1
             if live.is_equipped:
-                await asyncio.shield(self._remove_quietly(live))
+                await asyncio.shield(self.remove_quietly(live))
             is_wanted = isinstance(failure, CallerError | CapacityError)
             what = failure.code if isinstance(failure, BlobUnavailable) else "create"
             self.journal.end(live.sandbox_id, "stopped" if is_wanted else "lost", f"{what}: {failure}")
@@ -285,28 +270,39 @@ class Sandboxes:
             return
         live.booted.set_result(None)
 
-    async def _finish_boot(self, live: Live) -> None:
-        """What every sandbox needs once its init answers: network, shell, and an eye on its end."""
-        live.handle.ended.add_done_callback(lambda ended: self._init_ended(live, ended))
+    async def finish_boot(self, live: Live, awake_s: float | None = None) -> None:
+        """What every sandbox needs once its init answers: network, shell, and an eye on its end.
+
+        Args:
+            awake_s: For how long it has been awake; None: since it was asked for.
+        """
+        self.watch(live)
         live.network = await Network.open(live.spec, live.handle, live.files)
         live.defaults.shell = await self._shells.of(live)
         if live.unavailable is not None:
             raise live.unavailable
         live.phase = next_phase("booting", Fact.INIT_UP)
+        self.arm(live, time.time() - live.created_unix_s if awake_s is None else awake_s)
+
+    def arm(self, live: Live, awake_s: float) -> None:
+        """Be there when its life is over, of which it has had `awake_s`."""
         if live.spec.ttl_s is not None:
-            left_s = live.created_unix_s + live.spec.ttl_s - time.time()
-            live.expiry = asyncio.get_running_loop().call_later(max(0.0, left_s), self.expire, live, "ttl")
+            live.expiry = live.clock.call_later(live.spec.ttl_s - awake_s, self.expire, live, "ttl")
+
+    def watch(self, live: Live) -> None:
+        """Hear of its init's end."""
+        live.handle.ended.add_done_callback(partial(self._init_ended, live, live.handle))
 
     # finding
 
     def get(self, sandbox_id: str) -> Live:
-        """A sandbox that can be used now.
+        """A sandbox that can be used, if need be after a wake (`tiers.awake`).
 
         Raises:
             NotFound: Unknown here. SandboxExpired, SandboxLost: It ended; the message says why.
         """
         live = self.live.get(sandbox_id)
-        if live is not None and live.phase == "ready" and live.ending is None:
+        if live is not None and live.is_here and live.ending is None:
             live.last_used = self.last_used = asyncio.get_running_loop().time()
             return live
         raise self._why_not(sandbox_id)
@@ -364,34 +360,40 @@ class Sandboxes:
                 self._forget(live)
         if live.sandbox_id in self.live:
             self._record_end(live, cause)
-            await self._remove(live)
+            live.rest.wanted.set()  # whoever moves it turns round
+            async with live.rest.turn:
+                await self._remove(live)
 
     async def _remove(self, live: Live) -> None:
-        live.handle.guest.guest_gone(self._why_not(live.sandbox_id))
-        await live.processes.close()
-        if live.network is not None:
-            await live.network.close()
         try:
-            await live.handle.destroy()
+            if live.is_equipped:
+                live.handle.guest.guest_gone(self._why_not(live.sandbox_id))
+                await live.processes.close()
+                if live.network is not None:
+                    await live.network.close()
+                await live.handle.destroy()
+            await hibernate.remove(self, live)
         finally:
             self._forget(live)
 
-    def _init_ended(self, live: Live, ended: "asyncio.Future[Ended]") -> None:
+    def _init_ended(self, live: Live, handle: Handle, ended: "asyncio.Future[Ended]") -> None:
         """The guest died on its own: that is a lost sandbox, and its remains go at once."""
-        if live.ending is None and not ended.cancelled():
+        if live.handle is handle and live.phase != "hibernated" and live.ending is None and not ended.cancelled():
             oom = f", {ended.result().oom_kills} out-of-memory kills" if ended.result().oom_kills else ""
             self._ended(live, Fact.INIT_DIED, f"init_died: wait status {ended.result().wstatus}{oom}")
 
     def _ended(self, live: Live, fact: Fact, cause: str) -> None:
-        if live.phase == "ready":
+        if live.is_up:
             live.phase = next_phase(live.phase, fact)
         self.journal.end(live.sandbox_id, "lost", cause, live.create_ms)
         if live.ending is None:
-            live.ending = self.tasks.spawn(self._remove_quietly(live))
+            live.ending = self.tasks.spawn(self.remove_quietly(live))
 
-    async def _remove_quietly(self, live: Live) -> None:
+    async def remove_quietly(self, live: Live) -> None:
+        live.rest.wanted.set()
         try:
-            await self._remove(live)
+            async with live.rest.turn:
+                await self._remove(live)
         except (BarchanError, OSError) as error:  # mostly that its supervisor is gone, and everything with it
             self._forget(live)
             asyncio.get_running_loop().call_exception_handler(

@@ -35,9 +35,11 @@ def end_idle(sandboxes: "Sandboxes") -> None:
     now = asyncio.get_running_loop().time()
     for live in list(sandboxes.live.values()):
         limit_s = live.spec.idle_timeout_s
-        if limit_s is None or live.phase != "ready":
+        if limit_s is None or live.ending is not None or not live.is_here:
             continue
-        if live.requests or live.handle.guest.running:
+        if live.rest.is_asked:  # asleep by somebody's wish
+            live.last_used += SWEEP_S
+        elif live.requests or live.attached or (live.is_equipped and live.handle.guest.running):
             live.last_used = now
         elif now - live.last_used > limit_s:
             sandboxes.expire(live, "idle_timeout")
@@ -50,7 +52,7 @@ def node_info(sandboxes: "Sandboxes", pid: int) -> NodeInfo:
         version=sandboxes.version,
         pid=pid,
         uptime_s=time.monotonic() - sandboxes.started,
-        sandboxes_running=sum(live.phase == "ready" for live in sandboxes.live.values()),
+        sandboxes_running=sum(live.is_up for live in sandboxes.live.values()),
         sandboxes_starting=sandboxes.admission.starting,
         sandboxes_queued=sandboxes.admission.queued,
         running_max=sandboxes.admission.limits.running_max,

@@ -71,6 +71,15 @@ class StartOptions(_RunOptions, total=False):
 
 def sandbox_spec(template: str | SandboxSpec, options: CreateOptions) -> SandboxSpec:
     """The spec a caller means, with a create id."""
+    fields = spec_fields(options)
+    spec = (
+        replace(template, **fields) if isinstance(template, SandboxSpec) else SandboxSpec(template=template, **fields)
+    )
+    return spec if spec.create_id is not None else replace(spec, create_id=uuid.uuid4().hex)
+
+
+def spec_fields(options: CreateOptions) -> dict[str, Any]:
+    """What options say as fields of a spec, checked."""
     fields: dict[str, Any] = {**options}
     if (allow := fields.pop("allow", None)) is not None:
         if fields.get("network", "allow") != "allow" or isinstance(allow, str):
@@ -84,10 +93,7 @@ def sandbox_spec(template: str | SandboxSpec, options: CreateOptions) -> Sandbox
         if name in fields:
             fields[name] = checked(fields[name])
     check_seconds(ttl_s=fields.get("ttl_s"), idle_timeout_s=fields.get("idle_timeout_s"))
-    spec = (
-        replace(template, **fields) if isinstance(template, SandboxSpec) else SandboxSpec(template=template, **fields)
-    )
-    return spec if spec.create_id is not None else replace(spec, create_id=uuid.uuid4().hex)
+    return fields
 
 
 def exec_request(command: Command, options: ExecOptions) -> ExecRequest:

@@ -4,14 +4,17 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
+from barchan.errors import BarchanError
+from barchan.model.fork import ForkKind
 from barchan.model.node import ImageInfo
 from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
+from barchan.sdk.aio.fork import FORK_TIMEOUT_S
 from barchan.sdk.aio.process import WAIT_TIMEOUT_S, AsyncProcess, Scope, Stream
 from barchan.sdk.aio.sandbox import SNAPSHOT_TIMEOUT_S, AsyncSandbox
 from barchan.sdk.aio.shell import ShellPoint
 from barchan.sdk.background import iterate, run
 from barchan.sdk.files import Files
-from barchan.sdk.options import Command, ExecOptions, ShellOptions, StartOptions
+from barchan.sdk.options import Command, CreateOptions, ExecOptions, ShellOptions, StartOptions
 from barchan.sdk.shell import Shell
 from barchan.sdk.transport import CALL_TIMEOUT_S
 
@@ -79,6 +82,31 @@ class Sandbox:
         return run(
             self._twin.snapshot(name, env=env, user=user, workdir=workdir, base_layers=base_layers, timeout_s=timeout_s)
         )
+
+    def fork(
+        self,
+        n: int = 1,
+        *,
+        kind: ForkKind = "fs",
+        timeout_s: float = FORK_TIMEOUT_S,
+        **options: Unpack[CreateOptions],
+    ) -> "list[Sandbox | BarchanError]":
+        """Make `n` sandboxes that start as this one is at one moment, and go their own ways from there.
+
+        Each has its own id, host name, network and random numbers; it is a sandbox like any other, and may be forked
+        again. Where one could not be made, its error is in its place. This one goes on.
+
+        Args:
+            kind: `fs`: its files, and no processes. `memory`: its processes too, with all they have in memory.
+            options: In what the children differ from it, as for `create`; `labels` and `env` are added to its own.
+                Their lease is its lease, and their `ttl_s` begins anew.
+
+        Raises:
+            CapacityError: The files could not be kept: no child was made.
+            NotSnapshotable: A process holds what can't be copied with its memory: no child was made.
+        """
+        made = run(self._twin.fork(n, kind=kind, timeout_s=timeout_s, **options))
+        return [Sandbox(item) if isinstance(item, AsyncSandbox) else item for item in made]
 
     def exec(self, command: Command, **options: Unpack[ExecOptions]) -> ExecResult:
         """Run a program to its end; a string runs in a shell. What it does is in the result, never an exception.

@@ -20,6 +20,7 @@ from barchan.errors import (
     SandboxExpired,
     from_wire,
 )
+from barchan.model.fork import Forked, ForkRequest
 from barchan.model.gc import GcReport, GcRequest
 from barchan.model.image import NameRequest, Rebased, RebaseRequest
 from barchan.model.node import ImageInfo, Killed, LayerInfo, LeaseInfo, LeaseRequest, NodeInfo, SnapshotRequest
@@ -148,6 +149,8 @@ ROUTES: tuple[Route, ...] = (
     Route("stats", "GET", _SB + "/stats", SandboxStats, summary="Kernel counters of a sandbox."),
     Route("snapshot", "POST", _SB + "/snapshot", ImageInfo, body=SnapshotRequest, body_kind="value",
           summary="Make an image of the sandbox's files as they are; one of that name gives way. Memory and processes are not in it."),
+    Route("fork", "POST", _SB + "/fork", Forked, "stream", ForkRequest, "value",
+          summary="Make sandboxes that start as this one is at one moment: a record for each, as it is ready or has failed."),
     Route("exec", "POST", _SB + "/exec", ExecResult, body=ExecRequest, body_kind="value", summary="Run a program to its end."),
     Route("start", "POST", _SB + "/processes", ProcessInfo, body=StartRequest, body_kind="value", summary="Start a program in the background."),
     Route("process_list", "GET", _SB + "/processes", list[ProcessInfo], summary="Every process started through the platform."),

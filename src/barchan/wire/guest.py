@@ -36,6 +36,7 @@ class Request(IntEnum):
     SETCLOCK = 0x0C
     THAW = 0x0D
     DETACH = 0x0E
+    HOLD = 0x0F
 
 
 class Pushed(IntEnum):
@@ -316,6 +317,14 @@ def list_from(first_handle: int, tag: int) -> bytes:
 
 def ping(tag: int) -> bytes:
     return frame(Request.PING, tag)
+
+
+def hold(tag: int) -> bytes:
+    return frame(Request.HOLD, tag)
+
+
+def thaw(tag: int, frozen_ns: int) -> bytes:
+    return frame(Request.THAW, tag, struct.pack("<Q", frozen_ns))
 
 
 def decode_hello(body: bytes) -> int:

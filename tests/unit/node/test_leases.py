@@ -99,7 +99,7 @@ async def test_a_restarted_node_knows_terms_and_use(tmp_path: Path) -> None:
     lease.since["sb_1"] -= 30
     leases.leave("le_1", "sb_1")
     after = opened(tmp_path)
-    after.adopt("le_1", "sb_2", 128, age_s=20)
+    after.adopt("le_1", "sb_2", 128, 20, is_awake=True)
     (info,) = after.list()
     assert (info.labels, info.priority, info.budget) == ({"run": "a"}, 7, request.budget)
     assert (info.used.sandboxes, info.used.memory_mib, info.holders) == (1, 128, 0)

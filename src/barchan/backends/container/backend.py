@@ -15,6 +15,7 @@ from barchan.backends.container.cut import Cutter
 from barchan.backends.container.hot import FirstReads
 from barchan.backends.container.layers import Layers
 from barchan.backends.container.lazy import LazyReader, ReaderSettings, Unavailable
+from barchan.backends.container.resting import Resting
 from barchan.backends.container.supervisor import REQUEST_TIMEOUT_S, Answer, SupervisorClient
 from barchan.backends.guest import GuestConnection, init_died
 from barchan.errors import (
@@ -46,7 +47,7 @@ BINARIES = Path(__file__).parents[2] / "_guest"
 NETWORKS = {"none": "none", "allow": "proxy", "open": "open"}
 
 
-class ContainerHandle:
+class ContainerHandle(Resting):
     """One container; see `backends.base.Handle`."""
 
     def __init__(
@@ -252,6 +253,7 @@ class ContainerBackend:
     async def create(
         self, sandbox_id: str, spec: SandboxSpec, template: Template, *, cut: str | None = None
     ) -> ContainerHandle:
+        above: dict[str, Any] = {} if cut is None else {"cut": cut}
         async with self._layers.mounted(template.layers) as fresh:
             self._first_reads.begin(template, fresh)
             request = asyncio.create_task(
@@ -268,7 +270,7 @@ class ContainerBackend:
                     hostname=spec.hostname,
                     network=NETWORKS[spec.network],
                     root=spec.root,
-                    **({"cut": cut} if cut is not None else {}),
+                    **above,
                 )
             )
             self._uses[sandbox_id] = _digests(template)

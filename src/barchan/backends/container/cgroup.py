@@ -28,6 +28,14 @@ class Counters:
         """Directory of the group, of the version 2 hierarchy, that holds what the guest runs."""
         return f"{ROOT}/{'unified/' if self._version == 'v1' else ''}{self._leaf}/guest"
 
+    @property
+    def memory(self) -> str:
+        """Directory of the group that the guest's memory is counted in."""
+        return f"{ROOT}/memory/{self._leaf}" if self._version == "v1" else self.guest
+
+    def cpu_s(self) -> float:
+        return _field(f"{self.guest}/cpu.stat", "usage_usec") / 1e6
+
     def oom_kills(self) -> int:
         if self._version == "v1":
             return _field(f"{ROOT}/memory/{self._leaf}/memory.oom_control", "oom_kill")
@@ -53,7 +61,7 @@ class Counters:
             memory_bytes=_number(usage),
             memory_peak_bytes=_number(peak),
             oom_kills=self.oom_kills(),
-            cpu_s=_field(f"{self.guest}/cpu.stat", "usage_usec") / 1e6,
+            cpu_s=self.cpu_s(),
             pids=_number(pids),
         )
 
@@ -69,8 +77,8 @@ def frozen(guest: str) -> Iterator[None]:
     deadline = time.monotonic() + FREEZE_S
     was_stopped = _read(f"{guest}/cgroup.freeze").strip() == "1"
     try:
-        _write(f"{guest}/cgroup.freeze", b"1")
-        while not _field(f"{guest}/cgroup.events", "frozen"):
+        stop(guest)
+        while not is_frozen(guest):
             if time.monotonic() > deadline:
                 raise CapacityError("the sandbox's processes don't stop for a snapshot", retry_after_ms=1000)
             time.sleep(FREEZE_POLL_S)
@@ -78,6 +86,15 @@ def frozen(guest: str) -> Iterator[None]:
     finally:
         if not was_stopped:
             thaw(guest)
+
+
+def stop(guest: str) -> None:
+    """Ask every process of a group to stop; `is_frozen` says when they have."""
+    _write(f"{guest}/cgroup.freeze", b"1")
+
+
+def is_frozen(guest: str) -> bool:
+    return bool(_field(f"{guest}/cgroup.events", "frozen"))
 
 
 def thaw(guest: str) -> None:

@@ -4,15 +4,25 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from barchan.errors import NotFound, SandboxExpired, SandboxLost
+from barchan.errors import BarchanError, NotFound, SandboxExpired, SandboxLost
+from barchan.model.fork import ForkKind
 from barchan.model.node import ImageInfo, Killed, SnapshotRequest
 from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
 from barchan.sdk.aio.files import AsyncFiles
+from barchan.sdk.aio.fork import FORK_TIMEOUT_S, error_of, fork
 from barchan.sdk.aio.process import AsyncProcess, start_process
 from barchan.sdk.aio.shell import AsyncShell, ShellPoint
 from barchan.sdk.checks import check_seconds, checked_env
 from barchan.sdk.endpoint import Endpoint
-from barchan.sdk.options import Command, ExecOptions, ShellOptions, StartOptions, exec_request, start_request
+from barchan.sdk.options import (
+    Command,
+    CreateOptions,
+    ExecOptions,
+    ShellOptions,
+    StartOptions,
+    exec_request,
+    start_request,
+)
 from barchan.sdk.transport import CALL_TIMEOUT_S, Call, Transport, encode, shared_transport
 
 if TYPE_CHECKING:
@@ -103,6 +113,33 @@ class AsyncSandbox:
             base_layers=base_layers,
         )
         return await self._transport.value(SNAPSHOT, self._target(SNAPSHOT), encode(asked), timeout_s=timeout_s)
+
+    async def fork(
+        self,
+        n: int = 1,
+        *,
+        kind: ForkKind = "fs",
+        timeout_s: float = FORK_TIMEOUT_S,
+        **options: Unpack[CreateOptions],
+    ) -> "list[AsyncSandbox | BarchanError]":
+        """Make `n` sandboxes that start as this one is at one moment, and go their own ways from there.
+
+        Each has its own id, host name, network and random numbers; it is a sandbox like any other, and may be forked
+        again. Where one could not be made, its error is in its place. This one goes on.
+
+        Args:
+            kind: `fs`: its files, and no processes. `memory`: its processes too, with all they have in memory.
+            options: In what the children differ from it, as for `create`; `labels` and `env` are added to its own.
+                Their lease is its lease, and their `ttl_s` begins anew.
+
+        Raises:
+            CapacityError: The files could not be kept: no child was made.
+            NotSnapshotable: A process holds what can't be copied with its memory: no child was made.
+        """
+        return [
+            error_of(item) if item.sandbox is None else AsyncSandbox(self._transport, item.sandbox.sandbox_id)
+            for item in await fork(self._transport, self.id, n, kind, timeout_s, options)
+        ]
 
     async def exec(self, command: Command, **options: Unpack[ExecOptions]) -> ExecResult:
         """Run a program to its end; a string runs in a shell. What it does is in the result, never an exception.

@@ -1,0 +1,73 @@
+"""Stopping a container's programs, letting them go on, and giving their memory away meanwhile."""
+
+import asyncio
+import time
+
+from barchan.backends.base import Activity
+from barchan.backends.container.activity import activity
+from barchan.backends.container.cgroup import FREEZE_POLL_S, FREEZE_S, Counters, is_frozen, stop, thaw
+from barchan.backends.container.pageout import page_out
+from barchan.backends.guest import GuestConnection
+from barchan.core.finished import finished
+from barchan.errors import CapacityError, ConnectionLost
+from barchan.wire import guest as wire
+
+RECONNECT_S = 10.0
+
+
+class Resting:
+    """The part of a container's handle that `node.tiers` moves between tiers."""
+
+    guest: GuestConnection
+    _counters: Counters
+    _cutting: asyncio.Lock
+
+    async def freeze(self) -> None:
+        """See `Handle.freeze`. The init's own timers stand still first, the guest next."""
+        async with self._cutting:
+            await self.guest.request(wire.hold)
+            group = self._counters.guest
+            deadline = time.monotonic() + FREEZE_S
+            try:
+                stop(group)
+                while not is_frozen(group):
+                    if time.monotonic() > deadline:
+                        raise CapacityError(
+                            "the sandbox's programs don't stop: they wait for a disk", retry_after_ms=1000
+                        )
+                    await asyncio.sleep(FREEZE_POLL_S)
+            except BaseException:
+                thaw(group)
+                await finished(self._release(0.0))
+                raise
+
+    async def thaw(self, frozen_s: float) -> None:
+        """See `Handle.thaw`. The init may be waiting for a stopped child: its answer comes after that goes on."""
+        async with self._cutting:
+            released = asyncio.ensure_future(self._release(frozen_s))
+            await asyncio.sleep(0)  # it is sent
+            thaw(self._counters.guest)
+            await finished(released)
+
+    async def _release(self, frozen_s: float) -> None:
+        """Let the init's timers go on; if the connection goes at that moment, say it on the next one."""
+        until = time.monotonic() + RECONNECT_S
+        while True:
+            try:
+                await self.guest.request(lambda tag: wire.thaw(tag, int(frozen_s * 1e9)))
+                return
+            except ConnectionLost:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.02)
+
+    async def page_out(self) -> int:
+        """See `Handle.page_out`."""
+        counters = self._counters
+        return await finished(
+            asyncio.to_thread(page_out, counters.guest, counters.memory, has_reclaim=counters.memory == counters.guest)
+        )
+
+    def activity(self) -> Activity:
+        """See `Handle.activity`."""
+        return activity(self._counters.guest, self._counters.cpu_s())

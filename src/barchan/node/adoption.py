@@ -1,0 +1,84 @@
+"""A node's start: the sandboxes of the one before are found again, awake, stopped or on disk."""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from barchan import backends
+from barchan.backends.base import Backend
+from barchan.errors import BarchanError
+from barchan.node import hibernate
+from barchan.node.journal import Row
+from barchan.node.live import Live
+
+if TYPE_CHECKING:
+    from barchan.node.sandboxes import Sandboxes
+
+
+async def adopt_all(sandboxes: "Sandboxes") -> None:
+    """What can't be found is lost, what nobody knows is removed."""
+    rows = {row.sandbox_id: row for row in sandboxes.journal.live()}
+    for row in rows.values():
+        sandboxes.leases.adopt(
+            row.spec.lease_id, row.sandbox_id, row.spec.memory_mib, row.awake_s, is_awake=row.since_unix_s is None
+        )
+    await hibernate.clean(sandboxes, {row.stored.snapshot_id for row in rows.values() if row.stored is not None})
+    # At once, so that what the host lacks is said by the node's start, not by a create.
+    for name in backends.BACKENDS:
+        backend = await sandboxes.backend(name)
+        found = set(await backend.found())
+        ours = [row for row in rows.values() if row.spec.backend == name]
+        up = {row.sandbox_id for row in ours if row.stored is None}
+        await asyncio.gather(
+            *(_adopt(sandboxes, backend, row) for row in ours if row.sandbox_id in found & up),
+            *(_find_stored(sandboxes, row) for row in ours if row.stored is not None),
+            *(backend.discard(sandbox_id) for sandbox_id in found - up),
+        )
+        backend.adopted()
+        for row in ours:
+            if row.sandbox_id not in sandboxes.live:
+                sandboxes.journal.end(row.sandbox_id, "lost", "node_lost")
+                sandboxes.leases.leave(row.spec.lease_id, row.sandbox_id)
+
+
+async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
+    """Take one sandbox over. One that can't be served any more is lost; the others are not."""
+    live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
+    frozen_s = 0.0 if row.since_unix_s is None else max(0.0, time.time() - row.since_unix_s)
+    try:
+        live.equip(await backend.adopt(row.sandbox_id, row.spec, row.template), is_new=False)
+        await live.handle.thaw(frozen_s)  # the node before may have died in the middle of a pause
+        await sandboxes.finish_boot(live, row.awake_s)
+        await live.handle.guest.watch_running()
+    except (BarchanError, OSError, TimeoutError) as error:
+        sandboxes.journal.end(row.sandbox_id, "lost", f"node_lost: {error}")
+        if live.is_equipped:
+            await sandboxes.remove_quietly(live)
+        else:
+            await backend.discard(row.sandbox_id)
+        return
+    await _take_in(sandboxes, live, row)
+    if row.since_unix_s is not None:
+        sandboxes.journal.wake(row.sandbox_id)
+        await sandboxes.tiers.pause(live, is_asked=row.is_asked)
+
+
+async def _find_stored(sandboxes: "Sandboxes", row: Row) -> None:
+    """One on disk: nothing of it is needed before somebody asks for it."""
+    live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
+    live.phase, live.rest.tier = "hibernated", "hibernated"
+    live.rest.stored, live.rest.is_asked = row.stored, row.is_asked
+    live.rest.freed_bytes = row.stored.memory_bytes if row.stored is not None else 0
+    live.clock.stop()
+    sandboxes.arm(live, row.awake_s)
+    await _take_in(sandboxes, live, row)
+
+
+async def _take_in(sandboxes: "Sandboxes", live: Live, row: Row) -> None:
+    live.create_ms = row.create_ms
+    sandboxes.live[live.sandbox_id] = live
+    template = live.template if live.rest.stored is None else live.rest.stored.template
+    await sandboxes.holds.hold(live.sandbox_id, template)
+    if row.spec.create_id:
+        sandboxes.by_create[row.spec.create_id] = live
+    live.booted.set_result(None)

@@ -1,0 +1,90 @@
+"""Time as one sandbox has it: it stands still while the platform has the sandbox asleep."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+
+class Timer:
+    """A callback due after so much of a sandbox's own time."""
+
+    __slots__ = ("_callback", "_clock", "_handle", "left_s")
+
+    def __init__(self, clock: "Clock", left_s: float, callback: Callable[[], object]) -> None:
+        self._clock = clock
+        self._callback = callback
+        self._handle: asyncio.TimerHandle | None = None
+        self.left_s = max(0.0, left_s)
+
+    def cancel(self) -> None:
+        """Repeating is harmless, also after the call."""
+        self._clock.forget(self)
+        self.hold()
+
+    def run(self) -> None:
+        """Count down from now on."""
+        self._handle = asyncio.get_running_loop().call_later(self.left_s, self._due)
+
+    def hold(self) -> None:
+        """Keep what is left."""
+        if self._handle is not None:
+            self.left_s = max(0.0, self._handle.when() - asyncio.get_running_loop().time())
+            self._handle.cancel()
+            self._handle = None
+
+    def _due(self) -> None:
+        self._clock.forget(self)
+        self._handle = None
+        self._callback()
+
+
+class Clock:
+    """The clock of one sandbox, with its timers."""
+
+    def __init__(self) -> None:
+        self._timers: set[Timer] = set()
+        self._slept_s = 0.0
+        self._stopped_at: float | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped_at is not None
+
+    @property
+    def slept_s(self) -> float:
+        """How long it has stood still, all added up, since this object was made."""
+        since = self._stopped_at
+        return self._slept_s + (0.0 if since is None else asyncio.get_running_loop().time() - since)
+
+    def time(self) -> float:
+        """Seconds of the event loop's clock, without those it stood still."""
+        return asyncio.get_running_loop().time() - self.slept_s
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *arguments: Any) -> Timer:
+        """Call after `delay_s` of this clock's time."""
+        timer = Timer(self, delay_s, lambda: callback(*arguments))
+        self._timers.add(timer)
+        if not self.is_stopped:
+            timer.run()
+        return timer
+
+    def forget(self, timer: Timer) -> None:
+        self._timers.discard(timer)
+
+    def stop(self) -> None:
+        """Stand still; repeating is harmless."""
+        if self._stopped_at is None:
+            self._stopped_at = asyncio.get_running_loop().time()
+            for timer in self._timers:
+                timer.hold()
+
+    def go_on(self) -> float:
+        """Go on; returns for how many seconds it stood still."""
+        if self._stopped_at is None:
+            return 0.0
+        slept_s = asyncio.get_running_loop().time() - self._stopped_at
+        self._stopped_at = None
+        self._slept_s += slept_s
+        for timer in self._timers:
+            timer.run()
+        return slept_s

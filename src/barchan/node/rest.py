@@ -1,0 +1,49 @@
+"""How far down one sandbox is, and what is on its way with it."""
+
+import asyncio
+
+from msgspec import Struct
+
+from barchan.image.template import Template
+from barchan.model.tiers import Tier
+
+
+class Stored(Struct, frozen=True, kw_only=True):
+    """Where a hibernated sandbox is: all that a wake needs, as the journal keeps it.
+
+    Attributes:
+        snapshot_id: Of its memory file on this node's shelf.
+        template: What it comes back from: its own image's layers, above them one of what it has written since.
+        own_layers: How many of those, from the top, are its own.
+        frozen_s: For how long its guest had stood still, by the guest's own clock, when it was stored.
+        memory_bytes: What it took before.
+    """
+
+    snapshot_id: str
+    template: Template
+    own_layers: int
+    frozen_s: float
+    memory_bytes: int
+
+
+class Rest:
+    """The tier of one sandbox. `turn` is held by whoever moves it; times are the event loop's."""
+
+    def __init__(self) -> None:
+        self.tier: Tier = "running"
+        self.turn = asyncio.Lock()
+        self.is_descending = False
+        self.wanted = asyncio.Event()  # somebody waits for it to be awake
+        self.waking: asyncio.Task[None] | None = None
+        self.is_asked = False  # asleep because somebody asked for it
+        self.frozen_at = 0.0
+        self.freed_bytes = 0
+        self.memory_bytes = 0  # when it was last looked at, asleep
+        self.refused = ""  # why it could not be hibernated since it was last awake
+        self.stored: Stored | None = None
+        self.own_layers = 0
+        # of the policy
+        self.waiting_since: float | None = None  # when nothing was asked of it any more
+        self.look_at = 0.0
+        self.cpu_s = -1.0
+        self.quiet_since = 0.0
