@@ -14,7 +14,7 @@ RETRY_AFTER_MS = 1000
 
 
 @contextmanager
-def needs_room(root: Path) -> Iterator[None]:
+def needs_room(root: Path, what: str = "the image") -> Iterator[None]:
     """Make a full disk what it is to a caller: no room now."""
     try:
         yield
@@ -22,7 +22,7 @@ def needs_room(root: Path) -> Iterator[None]:
         if error.errno not in NO_ROOM:
             raise
         raise CapacityError(
-            f"no room for the image in {root}: {error.strerror} (try: barchan image gc --unused-for 7d)",
+            f"no room for {what} in {root}: {error.strerror} (try: barchan image gc --unused-for 7d)",
             retry_after_ms=RETRY_AFTER_MS,
         ) from error
 

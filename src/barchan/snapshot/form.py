@@ -174,6 +174,7 @@ class Index:
 
     def _check(self) -> None:
         digest = self.digest
+        _check_names(self)
         if not len(self._run_pages) == len(self._run_slots) == len(self._run_sources):
             corrupt(digest, "its runs are cut short")
         if self.pages > PAGES_MAX or sum(pages for _, pages in self.pages_files) != self.pages:
@@ -193,7 +194,6 @@ class Index:
                 corrupt(digest, f"chunk {chunk} is said to be stored as {length & ~_AS_IT_IS} bytes")
         if self.header.index_start != self.keys_start + KEY_BYTES * self.slots:
             corrupt(digest, "its header and its index disagree on its size")
-        _check_names(self)
 
 
 def decode_header(data: bytes, path: Path) -> Header:

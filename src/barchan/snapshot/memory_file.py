@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections import defaultdict
+import re
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from barchan.snapshot.form import (
 from barchan.snapshot.pagemap import PAGE_BYTES, decode_pagemap
 
 RECORD = "record.json"
+PAGEMAP = re.compile(r"criu/pagemap-(?:shmem-)?[0-9]+\.img")
 THREADS = min(4, os.cpu_count() or 1)
 _JOB_CHUNKS = 8  # for one thread at a time: long enough that handing them over costs little
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # what a guest had in memory is nobody else's
@@ -37,11 +39,15 @@ FindBase = Callable[[str], Path]
 
 
 class PageRun(NamedTuple):
-    """Pages of an address space: where they begin, how many, and the number of the first in the memory file."""
+    """Pages of an address space: where they begin, how many, and the number of the first in the memory file.
+
+    `is_lazy`: they may come after the process goes on; CRIU reads others from the pages file itself.
+    """
 
     address: int
     pages: int
     first: int
+    is_lazy: bool
 
 
 class _Piece(NamedTuple):
@@ -170,10 +176,7 @@ class MemoryFile:
             starts[name] = (start, pages)
             start += pages
         maps = {}
-        for name in self.files():
-            folder, _, base = name.rpartition("/")
-            if folder != "criu" or not (base.startswith("pagemap-") and base.endswith(".img")):
-                continue
+        for name in filter(PAGEMAP.fullmatch, self.files()):
             try:
                 found = decode_pagemap(self.read_file(name))
             except ValueError as error:
@@ -184,7 +187,7 @@ class MemoryFile:
             runs = []
             for run in found.runs:
                 if run.is_present:
-                    runs.append(PageRun(run.address, run.pages, first))
+                    runs.append(PageRun(run.address, run.pages, first, run.is_lazy))
                     first += run.pages
             maps[name] = runs
         return maps
@@ -216,23 +219,26 @@ class MemoryFile:
                 at += count * PAGE_BYTES
         return bytes(out)
 
-    def unpack(self, target: Path, *, with_pages: bool = True) -> None:
+    def unpack(self, target: Path, *, leave_lazy: bool = False) -> None:
         """Make the memory directory again at `target`, which must not exist; it blocks. Zeros become holes.
 
         Args:
-            with_pages: False leaves CRIU's pages files out, for a restore whose pages come on demand.
+            leave_lazy: Pages that may come on demand after the restore are holes, too.
 
         Raises:
             SnapshotCorrupt: Something is not what was written; `target` is then there in part.
             CapacityError: The disk is full; the same.
         """
-        with needs_room(target):
+        wanted = [(0, self.index.pages)]
+        if leave_lazy:
+            runs = sorted((run.first, run.pages, run.is_lazy) for found in self.page_maps().values() for run in found)
+            wanted = [(first, pages) for first, pages, is_lazy in runs if not is_lazy]
+        with needs_room(target, "a memory snapshot"):
             target.mkdir(_FOLDER_MODE)
             for name in self.index.folders:
                 (target / name).mkdir(_FOLDER_MODE)
             self._unpack_files(target)
-            if with_pages:
-                self._unpack_pages(target)
+            self._unpack_pages(target, wanted)
 
     def verify(self) -> None:
         """Read everything of this file, not of its bases. Raises `SnapshotCorrupt`."""
@@ -291,22 +297,29 @@ class MemoryFile:
                     out.write(part)
                     start, size = start + len(part), size - len(part)
 
-    def _unpack_pages(self, target: Path) -> None:
+    def _unpack_pages(self, target: Path, wanted: list[tuple[int, int]]) -> None:
+        """Make the pages files, with what they have of the ranges of pages `wanted`, which are in order."""
         with ExitStack() as opened:
             pieces: dict[tuple[int, int], list[_Piece]] = defaultdict(list)
-            first = 0
+            ranges = deque(wanted)
+            start = 0
             for name, pages in self.index.pages_files:
                 fd = _private(str(target / name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
                 opened.callback(os.close, fd)
                 os.ftruncate(fd, pages * PAGE_BYTES)
-                for place in self.index.places(first, pages):
-                    at = (place.first - first) * PAGE_BYTES
-                    for chunk, page, count in _chunks(place):
-                        pieces[place.source, chunk].append(_Piece(fd, at, page, count))
-                        at += count * PAGE_BYTES
-                first += pages
-            wanted = list(pieces.items())
-            jobs = [wanted[at : at + _JOB_CHUNKS] for at in range(0, len(wanted), _JOB_CHUNKS)]
+                while ranges and ranges[0][0] < start + pages:
+                    first, left = ranges.popleft()
+                    inside = min(left, start + pages - first)
+                    if inside < left:
+                        ranges.appendleft((first + inside, left - inside))
+                    for place in self.index.places(first, inside):
+                        at = (place.first - start) * PAGE_BYTES
+                        for chunk, page, count in _chunks(place):
+                            pieces[place.source, chunk].append(_Piece(fd, at, page, count))
+                            at += count * PAGE_BYTES
+                start += pages
+            by_chunk = list(pieces.items())
+            jobs = [by_chunk[at : at + _JOB_CHUNKS] for at in range(0, len(by_chunk), _JOB_CHUNKS)]
             with ThreadPoolExecutor(THREADS, "barchan-memory") as pool:
                 for _ in pool.map(self._write_pages, jobs):
                     pass

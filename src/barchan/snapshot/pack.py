@@ -33,7 +33,7 @@ from barchan.snapshot.form import (
     encode_header,
     encode_index,
 )
-from barchan.snapshot.memory_file import RECORD, THREADS, MemoryFile
+from barchan.snapshot.memory_file import PAGEMAP, RECORD, THREADS, MemoryFile
 from barchan.snapshot.pagemap import PAGE_BYTES, decode_pagemap
 
 TEMPORARY = ".part"  # the end of the name of a file that is not finished
@@ -42,7 +42,6 @@ _JOBS_PER_THREAD = 8
 _SEEN_MAX = 1 << 20  # pages by which equal ones are found: 4 GiB of them, in about 150 MB
 _FILE_MODE = 0o600
 _PAGES_FILE = re.compile(r"criu/pages-[0-9]+\.img")
-_PAGEMAP = re.compile(r"criu/pagemap-(?:shmem-)?[0-9]+\.img")
 _ZEROS = bytes(PAGE_BYTES)
 
 
@@ -54,7 +53,8 @@ class PackedMemory:
         digest: Of the file: sha256 (hex) of its index.
         file_bytes: Its size.
         raw_bytes: Size of everything it holds, unpacked.
-        pages: Pages of the dump; `pages_zero` of them are zeros, `pages_base` lie in bases, `pages_own` in the file.
+        pages: Pages of the dump; `pages_zero` of them are zeros, `pages_base` lie in bases.
+        pages_own: Pages that the file itself stores, equal ones once.
         bases: Digests of the files that hold those of `pages_base`.
     """
 
@@ -82,7 +82,7 @@ def pack(memory: Path, target: Path, *, base: MemoryFile | None = None) -> Packe
     found = _look(memory)
     beside = target.with_name(f"{target.name}.{secrets.token_hex(6)}{TEMPORARY}")
     try:
-        with needs_room(target.parent):
+        with needs_room(target.parent, "a memory snapshot"):
             with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, _FILE_MODE)) as out:
                 packed = _Packer(out, base).pack(found)
                 out.flush()
@@ -130,7 +130,7 @@ def _look(memory: Path) -> _Found:
         _refuse(memory, f"its small files have {size} bytes, and those of no snapshot more than {FILES_BYTES_MAX}")
     if max(len(folders), len(files), len(pages_files)) > FILES_MAX:
         _refuse(memory, f"it has more than {FILES_MAX} files")
-    _check_maps(memory, [name for name, _ in files if _PAGEMAP.fullmatch(name)], dict(pages_files))
+    _check_maps(memory, [name for name, _ in files if PAGEMAP.fullmatch(name)], dict(pages_files))
     return _Found(memory, tuple(folders), tuple(files), tuple(pages_files))
 
 
@@ -215,7 +215,7 @@ class _Packer:
             raw_bytes=pages * PAGE_BYTES + sum(size for _, size in found.files),
             pages=pages,
             pages_zero=by_source[ZEROS],
-            pages_own=by_source[OWN],
+            pages_own=self._slots,
             pages_base=pages - by_source[ZEROS] - by_source[OWN],
             bases=bases,
         )

@@ -20,11 +20,15 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class Run(NamedTuple):
-    """Neighbouring pages of an address space; `is_present`: the pages file has them."""
+    """Neighbouring pages of an address space.
+
+    `is_present`: the pages file has them; `is_lazy`: a restore may have them after the process goes on.
+    """
 
     address: int
     pages: int
-    is_present: bool
+    is_present: bool = True
+    is_lazy: bool = False
 
 
 class PageMap(NamedTuple):
@@ -67,7 +71,7 @@ def encode_pagemap(page_map: PageMap) -> bytes:
     out = bytearray(_HEAD.pack(_COMMON_MAGIC, _PAGEMAP_MAGIC))
     messages = [_field(1, page_map.pages_id)]
     for run in page_map.runs:
-        flags = _PRESENT if run.is_present else _LAZY
+        flags = _PRESENT * run.is_present | _LAZY * run.is_lazy
         short = min(run.pages, 0xFFFFFFFF)
         messages.append(_field(1, run.address) + _field(2, short) + _field(4, flags) + _field(5, run.pages))
     for message in messages:
@@ -87,7 +91,7 @@ def _run(fields: dict[int, int]) -> Run:
     address, pages = fields[1], fields.get(5, fields[2])
     if address % PAGE_BYTES:
         raise ValueError(f"its run at {address:#x} does not begin with a page")
-    return Run(address, pages, bool(flags & _PRESENT))
+    return Run(address, pages, bool(flags & _PRESENT), bool(flags & _LAZY))
 
 
 def _records(data: bytes) -> Iterator[bytes]:
