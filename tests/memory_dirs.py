@@ -3,9 +3,27 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from barchan.model.snapshot import MemoryRecord
 from barchan.snapshot.pagemap import PAGE_BYTES, PageMap, Run, encode_pagemap
 
 ADDRESS = 0x7F00_0000_0000
+RECORD = MemoryRecord(
+    criu="4.1.1",
+    kernel="6.18.5-cloud-amd64",
+    machine="x86_64",
+    cpu_features=("avx", "sse2"),
+    uid_base=65536,
+    mounts=(),
+    files=(),
+    places={},
+    monotonic_ns=0,
+    boottime_ns=0,
+    hostname="sandbox",
+    network="none",
+    layers=(),
+    processes=1,
+    resident_bytes=1 << 20,
+)
 
 
 def page(number: int) -> bytes:

@@ -11,7 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+import msgspec
+
 from barchan.image.disk import needs_room
+from barchan.model.snapshot import MemoryRecord
 from barchan.snapshot.form import (
     CHUNK_BYTES,
     CHUNK_PAGES,
@@ -130,9 +133,12 @@ class MemoryFile:
         return self.index.bases
 
     @property
-    def record_bytes(self) -> bytes:
-        """The dump's record, JSON."""
-        return self.read_file(RECORD)
+    def record(self) -> MemoryRecord:
+        """What the dump's record says. Raises `SnapshotCorrupt`: it is none."""
+        try:
+            return msgspec.json.decode(self.read_file(RECORD), type=MemoryRecord)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            corrupt(self.digest, f"its record can't be read: {error}")
 
     def close(self) -> None:
         for base in self._bases:

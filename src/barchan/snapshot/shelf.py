@@ -205,13 +205,6 @@ class Shelf:
             self._drop(files)
             sync_directory(self.root)
 
-    def keep(self, snapshot_ids: Iterable[str]) -> list[str]:
-        """Remove all other snapshots; returns their ids. For a node that starts, and knows which it wants."""
-        unwanted = sorted(set(self._named) - set(snapshot_ids))
-        for snapshot_id in unwanted:
-            self.remove(snapshot_id)
-        return unwanted
-
     def entry(self, snapshot_id: str) -> Entry:
         """One snapshot. Raises `NotFound`, `SnapshotCorrupt`."""
         needs = self._named.get(snapshot_id)

@@ -28,7 +28,7 @@ from barchan.snapshot.form import (
 from barchan.snapshot.memory_file import MemoryFile, PageRun, read_header
 from barchan.snapshot.pack import PackedMemory, pack
 from barchan.snapshot.pagemap import PAGE_BYTES, PageMap, Run, encode_pagemap
-from tests.memory_dirs import ADDRESS, content, make_memory, page
+from tests.memory_dirs import ADDRESS, RECORD, content, make_memory, page
 
 NOISE = random.Random(5).randbytes(300_000)
 
@@ -105,7 +105,7 @@ def test_pages_are_read_at_any_place(tmp_path: Path) -> None:
             opened.read_pages(len(numbers), 3)
         with pytest.raises(SnapshotCorrupt):
             opened.read_chunk(0, 4)
-        assert (opened.record_bytes, opened.files()["criu/inventory.img"]) == (b"{}", 9)
+        assert (opened.read_file("record.json"), opened.files()["criu/inventory.img"]) == (b"{}", 9)
         with pytest.raises(SnapshotCorrupt):
             opened.read_file("criu/pages-1.img")
 
@@ -119,6 +119,16 @@ def test_lazy_pages_can_be_left_out(tmp_path: Path) -> None:
     assert found["criu/pages-1.img"] == b"".join(map(page, expected))
     assert found["criu/pages-2.img"] == bytes(2 * PAGE_BYTES)
     assert found.keys() == content(tmp_path / "one").keys()
+
+
+def test_the_record_is_read(tmp_path: Path) -> None:
+    """What the backend wrote of the dump comes back as a value; anything else there is damage."""
+    path, _ = packed(tmp_path / "one", [1], files={"record.json": msgspec.json.encode(RECORD)})
+    with MemoryFile.open(path) as opened:
+        assert opened.record == RECORD
+    path, _ = packed(tmp_path / "two", [1])
+    with MemoryFile.open(path) as opened, pytest.raises(SnapshotCorrupt, match="record"):
+        _ = opened.record
 
 
 def test_unpacked_files_are_private(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_damage_is_named_and_kept(shelf: Shelf, tmp_path: Path) -> None:
             again.open(f"snap_{number}")
         with pytest.raises(SnapshotCorrupt):
             again.entry(f"snap_{number}")
-    assert again.keep(["snap_3"]) == ["snap_1", "snap_2"]
+        again.remove(f"snap_{number}")
     assert names(again) == sorted(["snap_3", f"{again.entry('snap_3').digest}.mem"])
 
 
