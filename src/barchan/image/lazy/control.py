@@ -1,6 +1,6 @@
-"""The reader's control socket: packets as between node and supervisor (`wire.supervisor`), one node at a time.
+"""The control socket of the reader, and of the pager: packets of `wire.supervisor`, one node at a time.
 
-docs/formats/reader-protocol.md has the operations.
+docs/formats/reader-protocol.md and docs/formats/pager-protocol.md have the operations.
 """
 
 import array
@@ -110,7 +110,7 @@ class Control:
             tag = message.number("tag")
             handler = self._handlers.get(message.word)
             if handler is None:
-                raise LocalProtocolError(f"the reader knows no operation {message.word!r}")
+                raise LocalProtocolError(f"there is no operation {message.word!r}")
             given, fds = fds, []
             keys, sent = await handler(message, given)
             reply = wire.encode("ok", tag=tag, **keys)

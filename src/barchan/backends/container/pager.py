@@ -1,0 +1,240 @@
+"""The node's side of the pager: the process that gives restored sandboxes their memory (`barchan.snapshot.pager`).
+
+It is started on first use and kept warm. A sandbox whose memory was still coming in when its pager died is ended: by
+the node, which records why, and by the pager's keeper, whatever the node does. docs/formats/pager-protocol.md says how.
+"""
+
+import asyncio
+import os
+import select
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from barchan.backends.container.supervisor import SupervisorClient
+from barchan.errors import BackendError, BarchanError, ConnectionLost, RequirementMissing, from_wire
+from barchan.snapshot.pager.link import PagerLink, Placed
+from barchan.wire import supervisor as wire
+
+VERSION = 1
+START_TIMEOUT_S = 60.0
+_CREDENTIALS = struct.Struct("iII")
+
+
+class Pager:
+    """Starts the pager when it is wanted, and knows which sandboxes lack pages.
+
+    Args:
+        state_dir: The node's; holds the pager's directory and log.
+        shelf: Where the node keeps snapshots.
+        on_failed: Told once of a running sandbox, by id, whose pages can't be had, and why. It must have seen to the
+            end of that sandbox, or have begun to, when it returns.
+    """
+
+    def __init__(self, state_dir: Path, shelf: Path, on_failed: Callable[[str, str], None]) -> None:
+        self._root = state_dir / "pager"
+        self._log = state_dir / "pager.log"
+        self._socket = self._root / "pager.sock"
+        self._shelf = shelf
+        self._on_failed = on_failed
+        self._links: dict[str, PagerLink] = {}
+        self._client: SupervisorClient | None = None
+        self._pidfd = -1
+        self._connecting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def take_over(self) -> list[str]:
+        """Find the pager of a node before this one, and the sandboxes that it serves; none is started."""
+        async with self._connecting:
+            if self._client is None:
+                try:
+                    self._client = await self._open()
+                except OSError:
+                    return []
+        return list(self._links)
+
+    async def start(self) -> None:
+        """Have a pager ready, so that the first restore need not wait for it.
+
+        Raises:
+            RequirementMissing: It can't be started.
+        """
+        await self._connected()
+
+    def link(self, sandbox_id: str) -> PagerLink | None:
+        """Of a sandbox whose memory is not complete."""
+        return self._links.get(sandbox_id)
+
+    async def serve(self, sandbox_id: str, snapshot_id: str, group: Path) -> PagerLink:
+        """Have a sandbox's memory given to it as it is restored.
+
+        Args:
+            group: Its control group of version 2; must be there when CRIU comes.
+
+        Raises:
+            SnapshotCorrupt, NotFound: The snapshot can't be used.
+            CapacityError: Too much is being restored.
+            RequirementMissing: The pager can't be started.
+        """
+        try:
+            message = await self._request("serve", id=sandbox_id, snapshot=snapshot_id, group=os.fspath(group))
+        except ConnectionLost:  # it was about to end, or was killed
+            message = await self._request("serve", id=sandbox_id, snapshot=snapshot_id, group=os.fspath(group))
+        return self._new_link(sandbox_id, Path(message.get("directory")))
+
+    async def close(self) -> None:
+        """Let go; the pager goes on with what it has begun."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._disconnect()
+        for link in self._links.values():
+            link.placed.cancel()
+        self._links.clear()
+
+    def _new_link(self, sandbox_id: str, directory: Path) -> PagerLink:
+        link = self._links[sandbox_id] = PagerLink(sandbox_id, directory, lambda: self._drop(sandbox_id))
+        return link
+
+    async def _drop(self, sandbox_id: str) -> None:
+        if self._links.pop(sandbox_id, None) is not None:
+            with suppress(ConnectionLost):  # then its keeper ends what there is
+                await self._request("drop", id=sandbox_id)
+
+    async def _request(self, op: str, **keys: Any) -> wire.Message:
+        answer = await (await self._connected()).request(op, **keys)
+        answer.close()
+        return answer.message
+
+    # the process and the connection to it
+
+    async def _connected(self) -> SupervisorClient:
+        async with self._connecting:
+            if self._client is None:
+                try:
+                    self._client = await self._open()
+                except OSError:
+                    await self._spawn()
+                    self._client = await self._open()
+            return self._client
+
+    async def _open(self) -> SupervisorClient:
+        """Connect to a live pager, and take over what it serves. OSError: there is none."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        pidfd = -1
+        try:
+            sock.connect(os.fspath(self._socket))
+            pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid != os.geteuid():
+                raise BackendError(f"the pager's socket {self._socket} belongs to user {uid}")
+            pidfd = os.pidfd_open(pid)
+            if select.select([pidfd], [], [], 0)[0]:
+                raise ProcessLookupError("the pager is dead: its keeper still holds the socket")
+            client = SupervisorClient(sock, self._event, "pager", _failure)
+        except BaseException:
+            sock.close()
+            if pidfd >= 0:
+                os.close(pidfd)
+            raise
+        try:
+            (await client.request("hello", version=VERSION)).close()
+            answer = await client.request("status")
+        except BaseException:
+            client.close()
+            os.close(pidfd)
+            raise
+        for sandbox_id in filter(None, answer.message.get("ids").split(",")):
+            self._new_link(sandbox_id, self._root / sandbox_id)
+        self._pidfd = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._gone, client)
+        client.lost.add_done_callback(lambda _: self._gone(client))
+        return client
+
+    async def _spawn(self) -> None:
+        """Start a pager and wait until it listens."""
+        with self._log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "barchan.snapshot.pager"),
+                *("--dir", self._root),
+                *("--shelf", self._shelf),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert process.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = (await process.stdout.readline()).decode("utf-8", "replace").strip()
+            await process.wait()  # it has left a child behind
+        if line != "ready":
+            raise RequirementMissing(
+                f"the pager of restored memory did not start: {line or 'no reason given'}; see {self._log}"
+            )
+
+    def _gone(self, client: SupervisorClient) -> None:
+        """The pager is dead, or let go of us: no sandbox that lacks pages may go on."""
+        if client is not self._client:
+            return
+        self._disconnect()
+        links, self._links = self._links, {}
+        for sandbox_id, link in links.items():
+            self._fail(link, BackendError(f"the pager died before the memory of sandbox {sandbox_id} was in place"))
+            self._on_failed(sandbox_id, "the process that gives it its memory died")
+
+    def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            client.close()
+
+    # what it tells
+
+    def _event(self, message: wire.Message) -> None:
+        sandbox_id = message.get("id")
+        if message.word == "failed":
+            self._failed(sandbox_id, message)
+        elif (link := self._links.pop(sandbox_id, None)) is None:
+            return
+        elif message.word == "placed":
+            link.placed.set_result(
+                Placed(
+                    faults=message.number("faults"),
+                    faulted_bytes=message.number("faulted_bytes"),
+                    streamed_bytes=message.number("streamed_bytes"),
+                    elapsed_ms=message.number("elapsed_ms"),
+                )
+            )
+        else:
+            self._fail(link, _error(message))
+
+    def _failed(self, sandbox_id: str, message: wire.Message) -> None:
+        if (link := self._links.pop(sandbox_id, None)) is not None:
+            self._fail(link, _error(message))
+        self._on_failed(sandbox_id, message.get("cause"))
+        task = asyncio.get_running_loop().create_task(self._acknowledge(sandbox_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _acknowledge(self, sandbox_id: str) -> None:
+        with suppress(ConnectionLost):  # the sandbox is ended without us
+            await self._request("ended", id=sandbox_id)
+
+    def _fail(self, link: PagerLink, error: BarchanError) -> None:
+        if not link.placed.done():
+            link.placed.set_exception(error)
+            link.placed.exception()  # somebody may wait for it, or nobody
+
+
+def _error(message: wire.Message) -> BarchanError:
+    return from_wire(message.get("code"), message.get("cause"), {})
+
+
+def _failure(op: str, message: wire.Message) -> Exception:
+    code, number = message.get("stage", "?"), message.number("errno", 0)
+    text = message.get("message", "") or os.strerror(number)
+    return from_wire(code, f"the pager failed at {op}: {text}", {"errno": number} if number else {})

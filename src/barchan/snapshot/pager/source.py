@@ -1,0 +1,76 @@
+"""Where the pager reads pages: packed memory files, and the chunks of them that were read last."""
+
+import ctypes
+import threading
+from collections import OrderedDict
+from typing import Final
+
+from barchan.errors import SnapshotCorrupt
+from barchan.snapshot.form import OWN
+from barchan.snapshot.memory_file import MemoryFile
+from barchan.snapshot.pagemap import PAGE_BYTES
+from barchan.snapshot.pager.regions import Part, Regions
+from barchan.snapshot.pager.space import Chunk
+
+CHUNKS_MAX: Final = 256
+"""Of 128 KiB each, for all sandboxes together: siblings of one snapshot share them."""
+
+
+class Chunks:
+    """The chunks that were used last; for several threads."""
+
+    def __init__(self) -> None:
+        self._chunks: OrderedDict[tuple[str, int], Chunk] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, digest: str, chunk: int) -> Chunk | None:
+        with self._lock:
+            found = self._chunks.get((digest, chunk))
+            if found is not None:
+                self._chunks.move_to_end((digest, chunk))
+            return found
+
+    def put(self, digest: str, chunk: int, content: bytes) -> Chunk:
+        address = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value
+        assert address is not None
+        made = Chunk(content, address)
+        with self._lock:
+            self._chunks[digest, chunk] = made
+            while len(self._chunks) > CHUNKS_MAX:
+                self._chunks.popitem(last=False)
+        return made
+
+
+class Source:
+    """One snapshot's memory, open until `close`."""
+
+    def __init__(self, file: MemoryFile, chunks: Chunks) -> None:
+        self._file = file
+        self._chunks = chunks
+        self._digests = (file.digest, *file.bases)
+        self._maps = file.page_maps()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def regions(self, pid: int) -> Regions:
+        """What a process lacks, by its pid in the snapshot.
+
+        Raises:
+            SnapshotCorrupt: The snapshot has no such process.
+        """
+        runs = self._maps.get(f"criu/pagemap-{pid}.img")
+        if runs is None:
+            raise SnapshotCorrupt(f"the snapshot holds no memory of its process {pid}; restore another snapshot")
+        parts = []
+        for run in runs:
+            for place in self._file.places(run.first, run.pages) if run.is_lazy else ():
+                start = run.address + (place.first - run.first) * PAGE_BYTES
+                parts.append(Part(start, start + place.pages * PAGE_BYTES, place.source, place.slot))
+        return Regions(parts)
+
+    def load(self, source: int, chunk: int) -> Chunk:
+        """A chunk, verified. Raises `SnapshotCorrupt`."""
+        digest = self._digests[source] if OWN <= source < len(self._digests) else ""
+        found = self._chunks.get(digest, chunk)
+        return found or self._chunks.put(digest, chunk, self._file.read_chunk(source, chunk))
