@@ -32,6 +32,7 @@ from barchan.errors import (
     ReadTimeout,
     RequirementMissing,
 )
+from barchan.image.disk import sync_directory
 
 if TYPE_CHECKING:
     from obstore import GetResult
@@ -49,6 +50,7 @@ KEYS_MAX = 100_000
 _COPY_BYTES = 1 << 20
 _PIECE_BYTES = 256 << 10
 _NO_ROOM_MS = 60_000
+_CREDENTIALS = "(try: its credentials in the environment, as AWS_ACCESS_KEY_ID; nodes take theirs at their start)"
 
 T = TypeVar("T")
 
@@ -201,6 +203,45 @@ class BlobStore:
         except NotFound as error:
             raise NotFound(f"{self.url}: there is no such bucket or container (try: make it)", blob=key) from error
 
+    async def put_new(self, key: str, data: bytes) -> bool:
+        """Store a small blob unless there is one of that key: of all who try, in any process, exactly one succeeds.
+
+        Returns:
+            Whether it was stored. False may also be said after a request that was repeated, of its own success.
+
+        Raises:
+            As `put`.
+        """
+        self._check_writable()
+
+        def sent() -> bool:
+            if self._root is not None:
+                return _put_local(self._root / key, [data], is_new=True)
+            from obstore.exceptions import AlreadyExistsError
+
+            try:
+                self._store().put(key, data, use_multipart=False, mode="create")
+            except AlreadyExistsError:
+                return False
+            return True
+
+        return await self._ask(key, sent)
+
+    async def delete(self, key: str) -> None:
+        """Remove a blob, if there is one. Raises as `put`."""
+        self._check_writable()
+
+        def removed() -> None:
+            if self._root is not None:
+                (self._root / key).unlink()
+            else:
+                self._store().delete(key)
+
+        try:
+            await self._ask(key, removed)
+        except NotFound:
+            pass
+
     async def put_file(self, key: str, path: Path, progress: Callable[[int], None] = lambda done: None) -> None:
         """Store a file's content, in parts where it is big; the time is bounded by part.
 
@@ -273,7 +314,7 @@ class BlobStore:
     def _remote_error(self, key: str, error: Exception) -> BarchanError:
         where, text = f"{key} in {self.url}", str(error)
         if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
-            return Denied(f"{where}: the store refuses these credentials, or has none (they come from the environment)")
+            return Denied(f"{where}: the store refuses us {_CREDENTIALS}")
         if self._root is not None and not self._root.exists():
             return ConnectionLost(f"the store {self.url} is not there (try: mount it, or make the directory)")
         if "StartTooLarge" in text or re.search(r"\b416\b", text):
@@ -289,6 +330,8 @@ class BlobStore:
         if "kind: Timeout" in text or "TimedOut" in text or "timed out" in text:
             return ReadTimeout(f"{where}: no whole answer in {self._timeout_s:g} s")
         if status := re.search(r"\b([45]\d\d)\b [A-Z]", text):
+            if status[1] in ("401", "403"):
+                return Denied(f"{where}: the store answers {status[1]} {_CREDENTIALS}")
             return ConnectionLost(f"{where}: the store answers {status[1]}")
         named = re.search(r"\bkind: (\w+)", text)
         return ConnectionLost(f"{where}: the request failed ({named[1] if named else type(error).__name__})")
@@ -340,8 +383,12 @@ def _local_path(url: str) -> Path | None:
     return Path(os.path.abspath(unquote(parts.path)))
 
 
-def _put_local(target: Path, content: Iterable[bytes]) -> None:
-    """Write beside, sync, rename. What a killed writer leaves has a name that no listing shows."""
+def _put_local(target: Path, content: Iterable[bytes], *, is_new: bool = False) -> bool:
+    """Write beside, sync, rename (link, if it must be new). What a killed writer leaves is in no listing.
+
+    Returns:
+        False: it must be new, and is there already.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f"{target.name}#{secrets.randbelow(1 << 62)}")
     try:
@@ -350,15 +397,21 @@ def _put_local(target: Path, content: Iterable[bytes]) -> None:
                 out.write(piece)
             out.flush()
             os.fsync(out.fileno())
-        beside.rename(target)
+        if is_new:
+            os.link(beside, target)
+            beside.unlink()
+        else:
+            beside.rename(target)
+    except FileExistsError:
+        beside.unlink(missing_ok=True)
+        if not is_new:
+            raise
+        return False
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(target.parent)
+    return True
 
 
 def _pieces(path: Path, progress: Callable[[int], None]) -> Iterator[bytes]:

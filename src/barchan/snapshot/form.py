@@ -33,6 +33,7 @@ FILES_MAX = 1 << 16
 FILES_BYTES_MAX = 4 << 30  # of small files: spools, and files that the guest has unlinked
 INDEX_BYTES_MAX = 512 << 20
 KEY_BYTES = 16
+FILE_BYTES_MAX = PAGES_MAX * (PAGE_BYTES + KEY_BYTES) + FILES_BYTES_MAX + INDEX_BYTES_MAX + (1 << 10)
 LEVEL = 1
 ZEROS, OWN = 255, 0  # sources of a run; from 1 on: the base of that number
 _MAGIC = b"BARCHMEM"

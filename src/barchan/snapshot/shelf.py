@@ -112,52 +112,51 @@ class Shelf:
             BackendError: The directory is no whole dump. RequirementMissing: There is no zstd library.
         """
         self._check_new(snapshot_id)
-        self._check_room(size_bytes(memory))
+        self.check_room(size_bytes(memory))
         with self._base(base) as opened:
             beside = self.beside()
             try:
                 packed = pack(memory, beside, base=opened)
-                self.adopt(beside, snapshot_id)
+                with self.holding({packed.digest}):
+                    self.take(beside)
+                    self.name(snapshot_id, packed.digest)
             finally:
                 beside.unlink(missing_ok=True)
         return packed
 
     def beside(self) -> Path:
-        """A name for a new file that `adopt` may take; what is left under it goes at the next start."""
+        """A name for a new file that `take` may get; what is left under it goes at the next start."""
         return self.root / f"{secrets.token_hex(8)}{TEMPORARY}"
 
-    def adopt(self, path: Path, snapshot_id: str) -> None:
-        """Take in a whole and durable file, from the same disk, as the snapshot of a new id.
+    def take(self, path: Path) -> None:
+        """Take in a whole file that was written `beside`, and whose digest is held.
+
+        Raises:
+            SnapshotCorrupt: It is no packed file.
+        """
+        header = read_header(path)
+        with self._lock:
+            path.rename(self._file(header.digest))
+            self._headers[header.digest] = header
+
+    def name(self, snapshot_id: str, digest: str) -> None:
+        """Make a file that is here, with its bases, the snapshot of a new id, durably.
 
         Raises:
             Conflict: There is a snapshot of that id.
-            SnapshotCorrupt: It is no packed file, or needs one that is not here.
+            SnapshotCorrupt: The file, or one that it needs, is not here.
             CapacityError: The disk is full.
         """
         self._check_new(snapshot_id)
-        header = read_header(path)
         with self._lock, needs_room(self.root, "a memory snapshot"):
-            for base in header.bases:
-                self.find(base)
-            target = self._file(header.digest)
-            path.rename(target)
-            sync_directory(self.root)
-            self._headers[header.digest] = header
+            for needed in (digest, *read_header(self.find(digest)).bases):
+                self.find(needed)
             try:
-                (self.root / snapshot_id).symlink_to(target.name)
-                self._name(snapshot_id, header.digest)
+                (self.root / snapshot_id).symlink_to(self._file(digest).name)
             except FileExistsError:
                 raise Conflict(f"there is a memory snapshot {snapshot_id} already") from None
-            finally:
-                self._drop({header.digest})
+            self._name(snapshot_id, digest)
             sync_directory(self.root)
-
-    def adopt_base(self, path: Path) -> None:
-        """Take in a file that a snapshot needs which is adopted next; only while it is held. Raises as `adopt`."""
-        header = read_header(path)
-        with self._lock, needs_room(self.root, "a memory snapshot"):
-            path.rename(self._file(header.digest))
-            self._headers[header.digest] = header
 
     @contextmanager
     def holding(self, digests: Collection[str]) -> Iterator[None]:
@@ -192,6 +191,10 @@ class Shelf:
         if not path.exists():
             raise SnapshotCorrupt(f"memory file {digest} is not here, and a snapshot needs pages of it")
         return path
+
+    def has(self, digest: str) -> bool:
+        """Whether a file of that digest is here, and not known to be damaged."""
+        return digest in self._headers
 
     def remove(self, snapshot_id: str) -> None:
         """Forget a snapshot, durably; what others need of it stays until they are gone. If there is none, nothing."""
@@ -238,7 +241,8 @@ class Shelf:
         if snapshot_id in self._named:
             raise Conflict(f"there is a memory snapshot {snapshot_id} already")
 
-    def _check_room(self, size: int) -> None:
+    def check_room(self, size: int) -> None:
+        """Raises `CapacityError`: the disk has no room for a file of that many bytes, and what must stay free."""
         free = shutil.disk_usage(self.root).free
         if free < size + self._free_bytes_min:
             raise CapacityError(
