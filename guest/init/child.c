@@ -17,7 +17,7 @@
 
 #include "init.h"
 
-enum { EXIT_NOT_FOUND = 127, EXIT_CANNOT = 126, SCRIPT_FD = 3, EXTRA_ENV = 3 };
+enum { EXIT_NOT_FOUND = 127, EXIT_CANNOT = 126, SCRIPT_FD = 3, FIRST_KEPT_FD = 10, EXTRA_ENV = 3 };
 
 static const char default_path[] = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
@@ -108,8 +108,9 @@ static void place_input(const struct launch *launch)
 		place_file(launch->request->script, SCRIPT_FD);
 }
 
-/* Guest code must never run outside its leaf, so every failure ends the start. */
-static void join_leaf(const struct launch *launch)
+/* Guest code must never run outside its leaf, so every failure ends the start. Returns what lets another process join the cgroup of this
+ * start, or -1 where it has none. */
+static int join_leaf(const struct launch *launch)
 {
 	const struct leaf *leaf = launch->leaf;
 	char name[16], path[32];
@@ -119,7 +120,7 @@ static void join_leaf(const struct launch *launch)
 		if (pwrite(leaf->procs[i], "0", 1, 0) != 1)
 			fail(EXIT_CANNOT, "cannot join the cgroup: %s", strerror(errno));
 	if (leaf->dir < 0)
-		return;
+		return -1;
 	process_cgroup_name(name, launch->handle);
 	if (mkdirat(leaf->dir, name, 0755) != 0 && errno != EEXIST)
 		fail(EXIT_CANNOT, "cannot make a cgroup: %s", strerror(errno));
@@ -127,7 +128,10 @@ static void join_leaf(const struct launch *launch)
 	fd = openat(leaf->dir, path, O_WRONLY | O_CLOEXEC);
 	if (fd < 0 || write(fd, "0", 1) != 1)
 		fail(EXIT_CANNOT, "cannot join cgroup %s: %s", name, strerror(errno));
+	/* Out of the way of what the program is to find. */
+	int kept = launch->request->kind == KIND_PYTHON ? fcntl(fd, F_DUPFD_CLOEXEC, FIRST_KEPT_FD) : -1;
 	close(fd);
+	return kept;
 }
 
 /* So that the user can open its terminal or pipes by name, as /dev/stderr; without CAP_CHOWN they work by descriptor only. */
@@ -171,7 +175,7 @@ static void set_limits(const struct start *start)
 {
 	struct reader r = reader_of(start->limits_at, start->limit_count * (size_t)20);
 
-	if (start->kind == KIND_PROGRAM)
+	if (start->kind != KIND_APPLET)
 		set_limit(RLIMIT_NOFILE, settings.nofile);
 	for (uint32_t i = 0; i < start->limit_count; i++) {
 		uint32_t resource = get_u32(&r);
@@ -303,10 +307,11 @@ _Noreturn void child_main(const struct launch *launch)
 	uint32_t envc = start->envc;
 	const char *wrong, *cwd;
 	char **argv, **env;
+	int procs = -1;
 
 	place_output(launch);
-	if (start->kind == KIND_PROGRAM)
-		join_leaf(launch);
+	if (start->kind != KIND_APPLET)
+		procs = join_leaf(launch);
 	place_input(launch);
 	wrong = identity_find(cut(start->user), &identity);
 	if (wrong != NULL)
@@ -322,6 +327,8 @@ _Noreturn void child_main(const struct launch *launch)
 	become(&identity, start->kind);
 	if (start->kind == KIND_APPLET)
 		run_applet(start->argc, argv, cwd);
+	if (start->kind == KIND_PYTHON)
+		python_main(procs, argv, env, cwd);
 	if (chdir(cwd) != 0)
 		fail(EXIT_CANNOT, "cannot enter %.256s: %s", cwd, strerror(errno));
 	exec_program(argv, env);

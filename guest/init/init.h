@@ -4,6 +4,7 @@
  *   conn.c     the host's connection: bytes <-> frames  user.c     /etc/passwd and /etc/group
  *   request.c  one handler per request                  applet.c   file operations, with fsops.c,
  *   start.c    decode START, make pipes or pty, fork               tree.c, tar_*.c and watch.c
+ *                                                       python.c   source for the warm interpreter
  *                                                       capable.c  what a capable root has
  *   process.c  table, reaping, cgroups, backstops       stream.c   output: read, push to the host
  *   signals.c  signal scopes                            spool.c    bounded storage of output
@@ -192,6 +193,9 @@ const char *identity_find(const char *user, struct identity *identity);
 /* capable.c */
 /* Give what a capable root has to the child that runs for it, which is uid 0 by now. NULL, or what is wrong. */
 const char *capable_become(int kind);
+
+/* python.c */
+_Noreturn void python_main(int procs_fd, char **argv, char **env, const char *cwd);
 
 /* applet.c */
 _Noreturn void applet_main(uint32_t argc, char **argv);

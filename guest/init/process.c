@@ -110,7 +110,7 @@ struct process *process_new(const struct start *start, const struct digest *dige
 	process->digest = *digest;
 	process->kind = start->kind;
 	process->leaf = start->flags & START_PLATFORM ? LEAF_PLATFORM : LEAF_GUEST;
-	process->has_cgroup = start->kind == KIND_PROGRAM && leaves[process->leaf].dir >= 0;
+	process->has_cgroup = start->kind != KIND_APPLET && leaves[process->leaf].dir >= 0;
 	for (uint8_t i = 0; i < 2; i++) {
 		struct stream *stream = &process->out[i];
 

@@ -54,7 +54,7 @@ bool start_decode(struct start *start, uint8_t *body, size_t len)
 	start->script = get_bytes(&r);
 	start->input = get_bytes(&r);
 	return reader_done(&r) && start->id.len >= 1 && start->id.len <= PROCESS_ID_MAX && start->argc >= 1 &&
-	       start->kind <= KIND_APPLET && (start->flags & ~START_FLAGS_ALL) == 0;
+	       start->kind <= KIND_PYTHON && (start->flags & ~START_FLAGS_ALL) == 0;
 }
 
 /* A pipe whose end number `ours` does not block; -1 with errno set when there are no descriptors left even after
