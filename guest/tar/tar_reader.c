@@ -132,7 +132,7 @@ const char *tar_normalise(char *name)
 static void copy_text(char out[TAR_PATH_BYTES], const char *text, size_t len)
 {
 	if (len >= TAR_PATH_BYTES)
-		tar_fail(ENAMETOOLONG, "a name in the archive");
+		tar_fail(ENAMETOOLONG, "a name in the archive has more than %d bytes", TAR_PATH_BYTES - 1);
 	if (memchr(text, 0, len) != NULL)
 		tar_fail(EBADMSG, "a name in the archive holds a NUL");
 	memcpy(out, text, len);

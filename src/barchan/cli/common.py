@@ -102,7 +102,11 @@ def print_json(value: Any) -> None:
 
 def one_line(text: str) -> str:
     """Text fit for one line of a terminal: a guest's message must not steer it."""
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return " ".join(_printable(text).split())
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def print_error(message: str, hint: str = "") -> None:
@@ -132,6 +136,7 @@ HINTS = {
     "connect_timeout": "barchan up, or another --url",
     "connection_lost": "barchan up, or another --url; a node's log is node.log in its state directory",
     "conflict": "another name or id",
+    "blob_corrupt": "another copy of it; barchan image verify tells what is damaged here",
 }
 DEFAULT_HINT = "barchan doctor; the node's own log is node.log in its state directory"
 
@@ -161,11 +166,13 @@ def key_values(pairs: Iterable[str], option: str) -> dict[str, str]:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
-    """Rows in columns, one line each; what does not fit a terminal is cut, a pipe gets everything."""
+    """Rows in columns, one line each; what does not fit a terminal is cut, a pipe gets everything. Spaces stay, for
+    some columns draw with them.
+    """
     if not rows:
         sys.stdout.write(f"{empty}\n")
         return
-    cells = [list(columns), *([one_line(cell) for cell in row] for row in rows)]
+    cells = [list(columns), *([_printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
     width = terminal_width()
     for row in cells:

@@ -95,7 +95,7 @@ def dockerfile(
         network: What RUN may reach. [default: open]
         allow: A host that RUN may reach by HTTP and HTTPS, and no other; may be repeated.
     """
-    from barchan.sdk.dockerfile import load_dockerfile
+    from barchan.sdk.dockerfile import load_dockerfile, where_named
 
     if common.node_url is not None:
         raise InvalidSpec("images are built on this machine's own node: give no --url")
@@ -103,16 +103,23 @@ def dockerfile(
         raise InvalidSpec("give --network or --allow, not both")
     TemplateConfig(name=name).check()
     store = own_store(common)
+    file, bases = path / "Dockerfile" if path.is_dir() else path, key_values(base, "--base")
     recipe = load_dockerfile(
-        path / "Dockerfile" if path.is_dir() else path,
+        file,
         args=key_values(arg, "--arg"),
-        bases=key_values(base, "--base"),
+        bases=bases,
         base_config=base_config(common),
         network="allow" if allow else network or "open",
         allow_hosts=allow,
     )
     with progress(f"building {name}") as say:
-        built = asyncio.run(_build(recipe, common.connection, say))
+        try:
+            built = asyncio.run(_build(recipe, common.connection, say))
+        except NotFound as error:
+            name = str(error.details.get("template"))
+            written = next((key for key, value in bases.items() if value == name), name)
+            place = where_named(file, written)
+            raise NotFound(f"{place}: {error}" if place else str(error), **error.details) from error
     prepared = store.resolve(built)
     config = TemplateConfig(
         name=name,

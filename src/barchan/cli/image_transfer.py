@@ -72,7 +72,7 @@ def pull(
     from barchan.image.sources import pull as pull_image
 
     wishes = Wishes(name=name, user=user, workdir=workdir, env=key_values(env, "--env"), owner=owner)
-    registries = RegistryOptions(mirrors=mirror, plain_http=plain_http, auth_file=auth_file or _docker_config())
+    registries = RegistryOptions(mirrors=mirror, plain_http=plain_http, auth_file=_auth_file(auth_file))
     with progress(f"pulling {name or source}") as say:
         template = asyncio.run(
             pull_image(own_store(common), source, kind=layer_kind(), progress=say, wishes=wishes, registries=registries)
@@ -115,7 +115,7 @@ def push(
     from barchan.image.export import push as push_image
     from barchan.image.sources import RegistryOptions
 
-    registries = RegistryOptions(plain_http=plain_http, auth_file=auth_file or _docker_config())
+    registries = RegistryOptions(plain_http=plain_http, auth_file=_auth_file(auth_file))
     with progress(f"pushing {image}") as say:
         pushed = asyncio.run(
             push_image(
@@ -144,5 +144,8 @@ def _refuse(given: Mapping[str, object], where: str) -> None:
         raise InvalidSpec(f"{', '.join(names)}: no option for {where} (try: without, see --help)")
 
 
-def _docker_config() -> Path:
-    return Path("~/.docker/config.json").expanduser()
+def _auth_file(given: Path | None) -> Path:
+    """Raises `InvalidSpec` if one is given that is not there: without it, who asks would be nobody."""
+    if given is not None and not given.is_file():
+        raise InvalidSpec(f"--auth-file {given}: there is no such file")
+    return given or Path("~/.docker/config.json").expanduser()

@@ -8,6 +8,8 @@ import shutil
 import stat
 import tarfile
 from asyncio import to_thread
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import BinaryIO, NamedTuple, Protocol
@@ -15,7 +17,8 @@ from typing import BinaryIO, NamedTuple, Protocol
 import msgspec
 from msgspec import Struct
 
-from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
+from barchan.errors import BlobCorrupt, CapacityError, Denied, InvalidSpec, NotFound
+from barchan.image.disk import NO_ROOM, RETRY_AFTER_MS
 from barchan.image.oci import (
     DOCUMENT_BYTES_MAX,
     INDEX,
@@ -29,6 +32,7 @@ from barchan.image.oci import (
     decode,
     find_image,
     image_index,
+    meant_by,
     read_config,
     sha256,
 )
@@ -93,7 +97,7 @@ class Archive:
         except FileNotFoundError:
             raise NotFound(f"there is no file {path}", path=str(path)) from None
         except (tarfile.TarError, RecursionError) as error:  # headers of headers are read by recursion
-            raise BlobCorrupt(f"{path} is no whole tar archive: {error}") from error
+            raise BlobCorrupt(f"{path} is no whole tar archive: {error} (try: copying or saving it again)") from error
         except (OSError, ValueError) as error:
             raise InvalidSpec(f"{path} can't be read: {error}") from error
 
@@ -207,10 +211,14 @@ class SavedSource:
             raise BlobCorrupt(f"manifest.json of {self._where} can't be read: {error}") from error
         have = [tag for image in images for tag in image.repo_tags or ()]
         if self._tag is not None:
-            images = tuple(image for image in images if self._tag in (image.repo_tags or ()))
+            meant = meant_by(self._tag)
+            images = tuple(image for image in images if meant.intersection(image.repo_tags or ()))
         if len(images) != 1:
             listed = ", ".join(have) or "none with a name"
-            raise NotFound(f"{self._where}: name one of the images that it holds: {listed} (try: {self._where}:NAME)")
+            raise NotFound(
+                f"{self._where}: name one of the images that it holds: {listed} "
+                f"(try: {self._where}:{have[0] if have else 'NAME'})"
+            )
         (saved,) = images
         if len(saved.layers) > LAYERS_READ_MAX:
             raise InvalidSpec(f"{self._where} has {len(saved.layers)} layers; at most {LAYERS_READ_MAX} are read")
@@ -268,11 +276,8 @@ class LayoutSink:
         await to_thread(self._put, path, blob)
 
     def _put(self, path: Path, blob: Descriptor) -> None:
-        target = self._path / _blob_name(blob)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f".{target.name}.new")
-        shutil.copyfile(path, beside)
-        beside.rename(target)
+        with _replaced(self._path / _blob_name(blob)) as beside:
+            shutil.copyfile(path, beside)
 
     async def finish(self, manifest: bytes) -> None:
         await to_thread(self._finish, manifest)
@@ -294,28 +299,47 @@ class LayoutSink:
         return decode(data, Index, f"the index of {self._path}").manifests
 
     def _write(self, name: str, data: bytes) -> None:
-        target = self._path / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f".{target.name}.new")
-        beside.write_bytes(data)
-        beside.rename(target)
+        with _replaced(self._path / name) as beside:
+            beside.write_bytes(data)
 
 
 def write_archive(layout: Path, target: Path) -> None:
-    """Put a layout into an archive that says nothing of this machine, its users or the time; whole or not at all."""
+    """Put a layout into an archive that says nothing of this machine, its users or the time; whole or not at all.
+
+    Raises:
+        Denied, CapacityError: It can't be written there, or the disk is full.
+    """
+    with _replaced(target) as beside, tarfile.open(beside, "w", format=tarfile.PAX_FORMAT) as tar:
+        for path in sorted(layout.rglob("*")):
+            member = tarfile.TarInfo(path.relative_to(layout).as_posix())
+            if path.is_dir():
+                member.type, member.mode = tarfile.DIRTYPE, 0o755
+                tar.addfile(member)
+                continue
+            member.size, member.mode = path.stat().st_size, 0o644
+            with path.open("rb") as file:
+                tar.addfile(member, file)
+
+
+@contextmanager
+def _replaced(target: Path) -> Iterator[Path]:
+    """A path beside a file, to write what is to take its place; folders above it are made.
+
+    Raises:
+        Denied, CapacityError: It can't be written there, or the disk is full.
+    """
     beside = target.with_name(f".{target.name}.new")
     try:
-        with tarfile.open(beside, "w", format=tarfile.PAX_FORMAT) as tar:
-            for path in sorted(layout.rglob("*")):
-                member = tarfile.TarInfo(path.relative_to(layout).as_posix())
-                if path.is_dir():
-                    member.type, member.mode = tarfile.DIRTYPE, 0o755
-                    tar.addfile(member)
-                    continue
-                member.size, member.mode = path.stat().st_size, 0o644
-                with path.open("rb") as file:
-                    tar.addfile(member, file)
-        beside.rename(target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            yield beside
+            beside.rename(target)
+        except BaseException:
+            with suppress(OSError):  # what went wrong is said already
+                beside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        message = f"{target} can't be written: {error.strerror}"
+        if error.errno in NO_ROOM:
+            raise CapacityError(f"{message} (try: with more room there)", retry_after_ms=RETRY_AFTER_MS) from error
+        raise Denied(f"{message} (try: another path, in a directory that you may write)") from error

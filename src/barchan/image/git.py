@@ -276,12 +276,14 @@ def _fetch(git: _Git, source: GitSource, mirror: Path) -> str:
     try:
         return git.word(mirror, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{wanted}^{{commit}}")
     except _GitError:
-        raise NotFound(f"{source.shown} can't be had: the repository has no such commit", source=source.shown) from None
+        raise NotFound(
+            f"{source.shown} can't be had: the repository has no such commit (try: another)", source=source.shown
+        ) from None
 
 
 def _fetch_error(source: GitSource, error: "_GitError", *, is_local: bool) -> BarchanError | _GitError:
     """What it means that a repository was not brought."""
-    said = str(error).replace(source.repository, "the repository")
+    said = re.sub(rf"(?<![\w./-]){re.escape(source.repository)}(?![\w-])", "the repository", str(error))
     message = f"{source.shown} can't be had: {said}"
 
     def is_said(pattern: str) -> bool:
@@ -292,7 +294,8 @@ def _fetch_error(source: GitSource, error: "_GitError", *, is_local: bool) -> Ba
     if is_said(UNWANTED):
         return InvalidSpec(message)
     if is_said(MISSING):
-        return NotFound(message, source=source.shown)
+        what = "commit, branch or tag" if "remote ref" in said else "repository"
+        return NotFound(f"{message} (try: another {what})", source=source.shown)
     if is_said(REFUSED):
         return Denied(message)
     if is_said(UNREACHED) and not is_local:

@@ -181,10 +181,18 @@ def tagged(index: Index, tag: str | None, what: str) -> Index:
     have = sorted({found[0] for found in names if found})
     if tag is None and len(have) > 1:
         raise NotFound(f"{what} holds several images: {', '.join(have)} (try: {what}:{have[0]})")
-    manifests = tuple(item for item, found in zip(index.manifests, names, strict=True) if tag is None or tag in found)
+    meant = meant_by(tag) if tag is not None else set()
+    named = zip(index.manifests, names, strict=True)
+    manifests = tuple(item for item, found in named if tag is None or meant.intersection(found))
     if not manifests:
-        raise NotFound(f"{what} has no image {tag or ''!r}; it has: {', '.join(have) or 'none with a tag'}")
+        hint = f" (try: {what}:{have[0]})" if have else ""
+        raise NotFound(f"{what} has no image {tag or ''!r}; it has: {', '.join(have) or 'none with a tag'}{hint}")
     return Index(manifests=manifests)
+
+
+def meant_by(name: str) -> set[str]:
+    """What an image may be called whose name somebody wrote: the host that tools put before it is often left out."""
+    return {prefix + name for prefix in ("", "docker.io/library/", "docker.io/", "localhost/")}
 
 
 def _names_of(item: Descriptor) -> list[str]:

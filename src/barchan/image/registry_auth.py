@@ -11,6 +11,8 @@ from msgspec import Struct
 from barchan.errors import InvalidSpec
 
 CONFIG_BYTES_MAX = 1 << 20
+HUB = "registry-1.docker.io"  # what answers for the name that images of Docker Hub have
+HUB_NAMES = ("index.docker.io", "docker.io")  # and under which Docker keeps its credentials
 PARAMETER = re.compile(r'([a-zA-Z_-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]+))\s*,?\s*')
 
 
@@ -65,7 +67,8 @@ def read_credentials(path: Path, host: str) -> Credentials | None:
         raise InvalidSpec(f"the credentials in {path} can't be read: {error.strerror}") from error
     try:
         config = msgspec.json.decode(data, type=_DockerConfig)
-        entry = next((entry for key, entry in (config.auths or {}).items() if _host_of(key) == host), None)
+        hosts = (host, *HUB_NAMES) if host == HUB else (host,)
+        entry = next((entry for key, entry in (config.auths or {}).items() if _host_of(key) in hosts), None)
         return _credentials(entry) if entry is not None else None
     except (msgspec.MsgspecError, ValueError):  # of the encodings, too
         raise InvalidSpec(f"the credentials in {path} can't be read: it is no config file of Docker's") from None

@@ -20,7 +20,7 @@ from barchan.image.intake import ImageSource, in_thread, take_in
 from barchan.image.oci import template_config
 from barchan.image.pack import DEFAULT_LIMITS, Limits, make_layer
 from barchan.image.registry import Registry
-from barchan.image.registry_auth import read_credentials
+from barchan.image.registry_auth import HUB, HUB_NAMES, read_credentials
 from barchan.image.registry_image import RegistryImage, RegistrySource
 from barchan.image.registry_rules import DEFAULT_RETRIES, Retries, new_session
 from barchan.image.store import ImageStore
@@ -100,6 +100,8 @@ def parse(text: str) -> RegistryImage | FileImage | GitSource:
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         hint = f" (try: dir:{text})" if Path(text).is_dir() else ""
+        if not hint and re.fullmatch(rf"{REPOSITORY}(?::\w[\w.-]*)?", text, re.ASCII):
+            hint = f" (try: docker://HOST/{text}, with the registry's own address)"
         raise InvalidSpec(f"{text!r} is none of {', '.join(KINDS.values())}{hint}")
     if kind == "git":
         return GitSource.parse(rest)
@@ -112,7 +114,10 @@ def parse(text: str) -> RegistryImage | FileImage | GitSource:
     if found is None or not re.search(r"[.:]|^localhost$", found["host"]):
         shown = re.sub(r"//[^/]*@", "//", text)
         raise InvalidSpec(f"{shown!r} is not {KINDS[kind]}, with the host of the registry's own address")
-    return RegistryImage(found["host"], found["repository"], found["digest"] or found["tag"] or "latest")
+    host, repository = found["host"], found["repository"]
+    if host in HUB_NAMES:
+        host, repository = HUB, repository if "/" in repository else f"library/{repository}"
+    return RegistryImage(host, repository, found["digest"] or found["tag"] or "latest")
 
 
 async def pull(

@@ -77,13 +77,21 @@ def load_dockerfile(
         raise InvalidSpec(f"the Dockerfile {path} can't be read: {error}") from error
     context = (context or path.parent).resolve()
     ignored = read_ignored(context, path)
-    reader = _Reader(context, ignored, args, bases, base_config, network, allow_hosts, timeout_s)
+    reader = _Reader(path.name, context, ignored, args, bases, base_config, network, allow_hosts, timeout_s)
     try:
         for line in lines_of(text):
             reader.take(line)
         return reader.recipe()
     except _At as error:
         raise InvalidSpec(f"{path}:{error}") from error
+
+
+def where_named(path: Path, image: str) -> str:
+    """Where a Dockerfile names an image, as `FILE:LINE: INSTRUCTION`; empty if nowhere in so many words."""
+    for line in lines_of(path.read_text("utf-8")):
+        if line.name in ("FROM", "COPY") and image in re.split(r"[\s=]", line.rest):
+            return f"{path}:{line.number}: {line.name}"
+    return ""
 
 
 class _At(ValueError):
@@ -168,6 +176,7 @@ class _Reader:
 
     def __init__(
         self,
+        name: str,
         context: Path,
         ignored: Ignored,
         args: Mapping[str, str],
@@ -177,6 +186,7 @@ class _Reader:
         allow_hosts: tuple[str, ...],
         timeout_s: float,
     ) -> None:
+        self._name = name
         self._context = context
         self._ignored = ignored
         self._given = args
@@ -283,6 +293,7 @@ class _Reader:
                 network=self._network,
                 allow_hosts=self._allow_hosts,
                 timeout_s=self._timeout_s,
+                place=f"{self._name}:{line.number}",
             )
         )
 
@@ -367,7 +378,10 @@ class _Reader:
         """Those from before FROM are for FROM alone, until a stage declares them again."""
         args = self._now.args if self._now is not None else self._before_from
         variables = self._now.variables if self._now is not None else self._before_from
-        for word in split_words(line.rest, variables):
+        words = split_words(line.rest, variables)
+        if not words:
+            raise ValueError("give NAME or NAME=VALUE")
+        for word in words:
             name, equals, default = word.partition("=")
             self._declared.add(name)
             if name in self._given:
@@ -389,6 +403,7 @@ class _Reader:
                 network=self._network,
                 allow_hosts=self._allow_hosts,
                 timeout_s=self._timeout_s,
+                place=f"{self._name}:{line.number}",
             )
         )
 

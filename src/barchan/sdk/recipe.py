@@ -13,7 +13,9 @@ from barchan.model.sandbox import Env, Network
 class Run(Struct, frozen=True, kw_only=True, tag="run", forbid_unknown_fields=True):
     """A command: a shell's when it is text, else a program and its arguments. Anything but exit code 0 fails the build.
 
-    `network`: what this step may reach, and no other.
+    Attributes:
+        network: What this step may reach, and no other.
+        place: Where it is written, for who has to be told; no part of what it makes.
     """
 
     command: str | tuple[str, ...]
@@ -23,6 +25,7 @@ class Run(Struct, frozen=True, kw_only=True, tag="run", forbid_unknown_fields=Tr
     network: Network = "none"
     allow_hosts: tuple[str, ...] = ()
     timeout_s: float = 1800.0
+    place: str = ""
 
 
 class Put(Struct, frozen=True, kw_only=True, tag="put", forbid_unknown_fields=True):

@@ -73,6 +73,9 @@ def test_the_tree_shows_what_stands_on_what(store: ImageStore, capsys: pytest.Ca
     assert head.split() == ["LAYER", "SIZE", "KIND", "IMAGES"]
     assert (first.split()[0], first.split()[-1]) == (below.digest[:12], "base")
     assert second.startswith(f"└─ {own.digest[:12]}")
+    top = commit(store, "top", b"u", (own, below)).layers[0]
+    assert said(capsys, "list", "--tree").splitlines()[3].startswith(f"   └─ {top.digest[:12]}")
+    store.remove("top")
     assert second.split()[-1] == "tool"
     assert summary.startswith("2 images, 2 layers, ")
     (root,) = told(capsys, "list", "--tree")

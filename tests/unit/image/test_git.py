@@ -169,12 +169,18 @@ def test_files_belong_to_whom_was_said(make: Make, repository: tuple[Path, list[
     assert {owner for name, owner in owners.items() if name.startswith("home/agent/code")} == {1000}
 
 
-def test_what_is_not_there_is_said(make: Make, repository: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_what_is_not_there_is_said(
+    make: Make, repository: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No such commit, no such repository, and transports that run programs."""
     folder, _ = repository
     for source in (f"{folder}@{'0' * 40}", f"{folder}@nope", f"{tmp_path}/none@main"):
         with pytest.raises(NotFound, match="can't be had"):
             make(source)
+    (tmp_path / "e").symlink_to(folder)  # a name that is part of every word
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotFound, match=r"remote ref nope \(try: another commit, branch or tag\)"):
+        make("e@nope")
     with pytest.raises(InvalidSpec, match="not allowed"):
         make(f"ext::sh -c 'touch {tmp_path}/ran'@main")
     assert not (tmp_path / "ran").exists()

@@ -26,6 +26,8 @@ DIGEST = "sha256:" + "0" * 64
         ("docker://localhost/a", RegistryImage("localhost", "a", "latest")),
         ("docker://[::1]:80/a-b__c.d:x", RegistryImage("[::1]:80", "a-b__c.d", "x")),
         (f"docker://h.x/a:1@{DIGEST}", RegistryImage("h.x", "a", DIGEST)),
+        ("docker://docker.io/python:3", RegistryImage("registry-1.docker.io", "library/python", "3")),
+        ("docker://docker.io/a/b", RegistryImage("registry-1.docker.io", "a/b", "latest")),
         ("oci:/none/there:tag", FileImage("oci", Path("/none/there"), "tag")),
         ("oci:/", FileImage("oci", Path("/"), None)),
         ("oci-archive:/f.tar", FileImage("oci-archive", Path("/f.tar"), None)),

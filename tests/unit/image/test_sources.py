@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
+from barchan.errors import BlobCorrupt, Denied, InvalidSpec, NotFound
 from barchan.image import export, intake, sources
 from barchan.image.archives import Archive
 from barchan.image.erofs import Erofs
@@ -270,6 +270,10 @@ async def test_a_docker_save_archive_becomes_a_template(tmp_path: Path, store: I
     made = await pull(store, f"docker-archive:{saved(layout, tmp_path / 'saved.tar', links=links)}")
     assert made.name == "team/app:1"
     assert made.layers == (await pull(store, f"oci:{layout.path}")).layers
+    hub = saved(layout, tmp_path / "hub.tar", links=links, RepoTags=["docker.io/library/app:1"])
+    assert (await pull(store, f"docker-archive:{hub}:app:1")).name == "library/app:1"
+    with pytest.raises(NotFound, match=r"\(try: docker-archive:.*/hub.tar:docker.io/library/app:1\)"):
+        await pull(store, f"docker-archive:{hub}:other")
 
 
 async def test_docker_save_archives_that_lie_are_refused(tmp_path: Path, store: ImageStore) -> None:
@@ -387,6 +391,18 @@ async def test_some_destinations_are_none(tmp_path: Path, store: ImageStore, des
     await pull(store, f"oci:{Layout(tmp_path / 'in', ONE).path}", name="mine")
     with pytest.raises(InvalidSpec, match=r"can't be pushed to|give a tag"):
         await push(store, "mine", destination, progress=lambda stage: None)
+
+
+@pytest.mark.parametrize(
+    "destination", ["oci:{}/file/below", "oci-archive:{}/file/out.tar", "oci-archive:/proc/no.tar"]
+)
+async def test_a_place_that_can_t_be_written_is_named(tmp_path: Path, store: ImageStore, destination: str) -> None:
+    """Whose doing that is, and what to do, is said; nothing half written stays."""
+    (tmp_path / "file").write_text("no folder")
+    await pull(store, f"oci:{Layout(tmp_path / 'in', ONE).path}", name="mine")
+    with pytest.raises(Denied, match=r"can't be written: .* \(try: another path"):
+        await push(store, "mine", destination.format(tmp_path), progress=lambda stage: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "images", "in"]
 
 
 async def test_given_up_work_has_stopped() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from barchan.errors import InvalidSpec
-from barchan.sdk.dockerfile import PATH, BaseConfig, load_dockerfile
+from barchan.sdk.dockerfile import PATH, BaseConfig, load_dockerfile, where_named
 from barchan.sdk.dockerwords import expand, split_words
 from barchan.sdk.recipe import Put, Recipe, Run, Take
 
@@ -129,7 +129,9 @@ def test_stages(load: Load) -> None:
     assert isinstance(run, Run) and run.env == {"V": "1", "A": "a"}
     two = Recipe(
         base=one,
-        steps=(Run(command=("/bin/sh", "-c", "test $A"), user="agent", cwd="/w", network="open"),),
+        steps=(
+            Run(command=("/bin/sh", "-c", "test $A"), user="agent", cwd="/w", network="open", place="Dockerfile:9"),
+        ),
         user="agent",
         workdir="/w",
         entrypoint=(),
@@ -231,6 +233,7 @@ def test_owner_and_mode_of_copies(load: Load) -> None:
         ("FROM a\nCOPY --chmod=u+x a.txt /x", "2: COPY: --chmod=u\\+x"),
         ("FROM a\nADD https://example.org/x /x", "2: ADD: https://example.org/x: only files"),
         ("FROM a\nADD data.tar.gz /x", "2: ADD: data.tar.gz: unpacking"),
+        ("FROM a\nARG", "2: ARG: give NAME"),
         ("FROM a\nENV A", "2: ENV: give NAME=VALUE"),
         ("FROM a\nENV A=1 B", "2: ENV: give NAME=VALUE"),
         ("FROM a\nENV A='1", "2: ENV: a single quote is not closed"),
@@ -244,6 +247,15 @@ def test_what_is_refused(load: Load, tmp_path: Path, text: str, where: str) -> N
     """What is wrong or not supported is said with file, line and instruction."""
     with pytest.raises(InvalidSpec, match=f"^{tmp_path}/Dockerfile:{where}"):
         load(text + "\n")
+
+
+def test_steps_and_images_know_their_lines(load: Load, tmp_path: Path) -> None:
+    """So that an error of the build can name them."""
+    recipe = load("FROM a AS x\n\nWORKDIR /w\nRUN one \\\n two\nCOPY --from=b:1 /x /y\n")
+    assert [step.place for step in recipe.steps if isinstance(step, Run)] == ["Dockerfile:3", "Dockerfile:4"]
+    file = tmp_path / "Dockerfile"
+    named = {image: where_named(file, image) for image in ("a", "b:1", "c")}
+    assert named == {"a": f"{file}:1: FROM", "b:1": f"{file}:6: COPY", "c": ""}
 
 
 def test_a_source_outside_the_context(load: Load, tmp_path: Path) -> None:
