@@ -15,6 +15,7 @@ ProcessId = Annotated[str, Meta(min_length=1, max_length=128)]
 DURATION_S_MAX = 31_536_000.0  # a year
 # No `=` in a label's name: queries write `name=value`.
 Label = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^=]+$")]
+ModuleName = Annotated[str, Meta(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$", max_length=256)]
 EnvName = Annotated[str, Meta(pattern=r"^[^=\x00]+$")]
 Env = dict[EnvName, str]
 Seconds = Annotated[float, Meta(gt=0, le=DURATION_S_MAX)]
@@ -23,6 +24,16 @@ Limit = Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # of a resource; -1: none
 DEFAULT_OUTPUT_BYTES = 1 << 20
 DEFAULT_EXEC_TIMEOUT_S = 300.0
 DEFAULT_USER = "agent"
+
+
+class Zygote(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A warm interpreter: a Python of the template that has imported these modules, and forks into each sandbox.
+
+    `python`: the program, found along PATH; 3.8 or newer with ctypes.
+    """
+
+    imports: tuple[ModuleName, ...] = ()
+    python: Annotated[str, Meta(min_length=1, max_length=1024)] = "python3"
 
 
 class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +56,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             installers need it; what that costs is in docs/threat-model.md.
         create_id: Repeating a create with the same id gives the same sandbox.
         detach: The sandbox outlives its creator and ends by `ttl_s`, `idle_timeout_s` or kill.
+        zygote: The sandbox has a warm interpreter, for `python()`, that shares the memory of what it has imported with
+            all others of this kind on the node.
         waiting: What the node may do by itself with the sandbox while nobody asks anything of it. `ttl_s`, deadlines
             and a lease's seconds stand still while it is asleep.
     """
@@ -69,6 +82,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     create_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     lease_id: str | None = None
     detach: bool = False
+    zygote: Zygote | None = None
     waiting: Waiting = Waiting()
 
 
@@ -108,9 +122,11 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class ExecRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One program to run in a sandbox: exactly one of `argv` and `shell`.
+    """One program to run in a sandbox: exactly one of `argv` and `shell`, or `python`.
 
     Attributes:
+        python: Source for the sandbox's warm interpreter (`SandboxSpec.zygote`), which runs it in a fork of itself, as
+            the sandbox's user. `argv` are its arguments then.
         process_id: Chosen by the client; repeating it never runs the program twice.
         timeout_s: Wall time in the guest; then every process of this exec is killed.
         max_output_bytes: Per stream; beyond it the head and the tail are kept, half each.
@@ -120,6 +136,7 @@ class ExecRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     argv: tuple[str, ...] | None = None
     shell: str | None = None
+    python: str | None = None
     process_id: ProcessId | None = None
     timeout_s: Seconds = DEFAULT_EXEC_TIMEOUT_S
     max_output_bytes: Annotated[int, Meta(ge=0, le=1 << 30)] = DEFAULT_OUTPUT_BYTES
@@ -141,6 +158,7 @@ class StartRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     argv: tuple[str, ...] | None = None
     shell: str | None = None
+    python: str | None = None
     process_id: ProcessId | None = None
     timeout_s: Seconds | None = None
     stdin: bytes = b""

@@ -82,8 +82,8 @@ class Processes:
             (_RLIMITS[name], *(_UNLIMITED if value < 0 else value for value in pair)) for name, pair in limits.items()
         ]
 
-    def _start(self, request: ExecRequest | StartRequest, flags: StartFlag, spool_bytes: int) -> wire.Start:
-        argv, script = self._argv(request.argv, request.shell)
+    def _start(self, request: ExecRequest | StartRequest, flags: StartFlag, spool_bytes: int, warm: str) -> wire.Start:
+        argv, script = _python(request, warm) if warm else self._argv(request.argv, request.shell)
         if request.merge_stderr:
             flags |= StartFlag.MERGE
         if request.platform:
@@ -95,6 +95,7 @@ class Processes:
         return wire.Start(
             process_id=request.process_id or uuid.uuid4().hex,
             argv=argv,
+            warm=bool(warm),
             flags=flags,
             spool_bytes=spool_bytes,
             backstop_ms=min(int(backstop_s * 1000), 0xFFFFFFFF),
@@ -120,7 +121,8 @@ class Processes:
         """Run to the end. Losing the caller changes nothing: the same request finds the same process."""
         if request.platform:
             await self._handle.platform_leaf()
-        start = self._start(request, StartFlag.BLOCK | StartFlag.FOLLOW, EXEC_SPOOL_BYTES)
+        warm = await self._handle.warm() if request.python is not None else ""
+        start = self._start(request, StartFlag.BLOCK | StartFlag.FOLLOW, EXEC_SPOOL_BYTES, warm)
         collector = Collector(request.max_output_bytes)
         process = await self._patient_start(start, collector)
         self._feed(process, request.stdin)
@@ -144,7 +146,8 @@ class Processes:
             flags |= StartFlag.PTY
         if request.stdin_open or request.pty:
             flags |= StartFlag.STDIN
-        process = await self._patient_start(self._start(request, flags, request.spool_bytes), None)
+        warm = await self._handle.warm() if request.python is not None else ""
+        process = await self._patient_start(self._start(request, flags, request.spool_bytes, warm), None)
         self._feed(process, request.stdin)
         if request.timeout_s is not None and process.exit is None:
             timer = self._clock.call_later(request.timeout_s, self._deadline, process, request.timeout_s)
@@ -299,6 +302,18 @@ class Processes:
 
 
 APPLET_PREFIX = "fs:"
+
+
+def _python(request: ExecRequest | StartRequest, warm: str) -> tuple[tuple[str, ...], bytes]:
+    """The argument vector of a start in the warm interpreter, and the source."""
+    has_pty = isinstance(request, StartRequest) and request.pty
+    if request.shell is not None or request.user is not None or request.rlimits or request.platform or has_pty:
+        raise InvalidSpec(
+            "the warm interpreter runs source as the sandbox's user, within the guest's limits and without a terminal: "
+            "python excludes shell, user, rlimits, platform and pty (try: exec)"
+        )
+    source = (request.python or "").encode("utf-8", "surrogateescape")
+    return (warm, *(request.argv or ())), source + b"\n"
 
 
 def exit_of(wstatus: int) -> tuple[int, int | None]:

@@ -14,6 +14,7 @@ TO_INIT_BYTES_MAX: Final = 2 << 20
 TO_HOST_BYTES_MAX: Final = 272 << 10
 STDIN_BYTES_MAX: Final = 256 << 10
 WINDOW_BYTES: Final = 1 << 20  # how far the init pushes beyond the last ACK of a stream
+_KIND_PYTHON: Final = 2
 HELLO_TAG: Final = 0xFFFFFFFF
 STDOUT: Final = 1
 STDERR: Final = 2
@@ -251,11 +252,14 @@ def texts(values: Iterable[str]) -> bytes:
 
 
 class Start(Struct, frozen=True, kw_only=True):
-    """The body of START. `applet`: argv is a built-in file operation, not a program."""
+    """The body of START. `applet`: argv is a built-in file operation, not a program. `warm`: `script` is source for the
+    sandbox's warm interpreter, argv the name of its socket and the program's arguments.
+    """
 
     process_id: str
     argv: Sequence[str]
     applet: bool = False
+    warm: bool = False
     flags: StartFlag = StartFlag(0)
     spool_bytes: int = 1 << 20
     backstop_ms: int = 0
@@ -269,7 +273,8 @@ class Start(Struct, frozen=True, kw_only=True):
     stdin: bytes = b""
 
     def encode(self, tag: int) -> bytes:
-        head = struct.pack("<BHIIHH", self.applet, self.flags, self.spool_bytes, self.backstop_ms, self.rows, self.cols)
+        kind = _KIND_PYTHON if self.warm else int(self.applet)
+        head = struct.pack("<BHIIHH", kind, self.flags, self.spool_bytes, self.backstop_ms, self.rows, self.cols)
         limits = b"".join(struct.pack("<IQQ", *limit) for limit in self.limits)
         return frame(
             Request.START,
