@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes, Start
 
 HOSTNAME_MAX = 63
+GIVEN_UP_MAX = 1024
 SUFFIX = 6  # of a child's id, in its host name
 _FIXED = ("template", "layers", "backend", "create_id")
 _FIXED_WITH_MEMORY = ("network", "root")
@@ -30,6 +31,7 @@ class Forks:
     def __init__(self, sandboxes: "Sandboxes") -> None:
         self._sandboxes = sandboxes
         self._running: dict[str, asyncio.Future[list[Child]]] = {}
+        self._given_up: dict[str, None] = {}  # ids; the oldest are forgotten
 
     async def fork(self, live: Live, asked: ForkRequest) -> list[Child]:
         """Begin the children; the `booted` of each tells how that went. One that could not begin is its error.
@@ -38,10 +40,12 @@ class Forks:
 
         Raises:
             InvalidSpec: No node could run such children. CapacityError: The cut could not be made.
-            Conflict: The id was used for another fork.
+            Conflict: The id was used for another fork, or that one was given up.
 
-        Cancellation: The children are made all the same: whoever asked ends them, by their `create_id`.
+        Cancellation: The children are made all the same: whoever asked ends them, by `end`.
         """
+        if asked.fork_id in self._given_up:
+            raise Conflict("this fork was given up before it began")
         running = self._running.get(asked.fork_id)
         if running is None:
             specs = [self._spec(live, asked, index) for index in range(asked.n)]
@@ -51,6 +55,18 @@ class Forks:
             running = self._running[asked.fork_id] = asyncio.get_running_loop().create_future()
             self._sandboxes.tasks.spawn(self._carry_out(live, asked, specs, running))
         return await asyncio.shield(running)
+
+    async def end(self, fork_id: str) -> int:
+        """End every child of a fork, of one under way and of one that comes later, too; returns how many there were."""
+        self._given_up[fork_id] = None
+        while len(self._given_up) > GIVEN_UP_MAX:
+            del self._given_up[next(iter(self._given_up))]
+        if (running := self._running.get(fork_id)) is not None:
+            await asyncio.wait([running])
+        made = self._sandboxes.by_create.items()
+        children = [live for create_id, live in made if create_id.rpartition("-")[0] == fork_id]
+        await asyncio.gather(*(self._sandboxes.end(live, "killed") for live in children))
+        return len(children)
 
     def _known(self, specs: Sequence[SandboxSpec]) -> list[Child] | None:
         """The children that an earlier request of this id has made; None: there was none."""

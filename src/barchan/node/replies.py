@@ -31,13 +31,18 @@ async def begin_stream(request: web.Request, content_type: str = "") -> web.Stre
 
 
 def labels_of(request: web.Request) -> dict[str, str]:
-    labels = {}
-    for item in request.query.getall("label", []):
+    return pairs_of(request, "label")
+
+
+def pairs_of(request: web.Request, parameter: str) -> dict[str, str]:
+    """A parameter that repeats, with KEY=VALUE each time."""
+    pairs = {}
+    for item in request.query.getall(parameter, []):
         name, separator, value = item.partition("=")
         if not separator:
-            raise InvalidSpec(f"label={item!r} is not label=KEY=VALUE")
-        labels[name] = value
-    return labels
+            raise InvalidSpec(f"{parameter}={item!r} is not {parameter}=KEY=VALUE")
+        pairs[name] = value
+    return pairs
 
 
 def guest_path(live: Live, request: web.Request, name: str) -> str:

@@ -1,0 +1,187 @@
+"""The snapshots of a node as a tree: what each came of, what it holds, and sandboxes made of it.
+
+A snapshot is an image and, for kind `memory`, a file on the node's shelf. It lasts as long as its image: when that was
+removed or gave way to another of its name, the snapshot is forgotten as soon as anybody looks. Removing one harms none
+that came of it: layers and memory files are kept for as long as anything names them.
+"""
+
+import asyncio
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from barchan.errors import NotFound
+from barchan.image.store import image_info
+from barchan.image.template import Template
+from barchan.model.image import BUILT_PREFIX
+from barchan.model.node import ImageInfo, SnapshotRequest
+from barchan.model.sandbox import SandboxSpec
+from barchan.model.snapshot_info import SNAPSHOT_PREFIX, SnapshotInfo
+from barchan.node import snapshots
+from barchan.node.live import Live
+from barchan.node.snapshot_journal import SnapshotJournal, SnapshotRow
+
+if TYPE_CHECKING:
+    from barchan.node.sandboxes import Sandboxes
+
+
+class SnapshotTree:
+    """Keeps, finds and removes the snapshots of one node."""
+
+    def __init__(self, sandboxes: "Sandboxes", journal: Path) -> None:
+        self._sandboxes = sandboxes
+        self._journal = SnapshotJournal(journal)
+
+    def close(self) -> None:
+        self._journal.close()
+
+    async def start(self) -> None:
+        """Remove what a killed node was making, and what is on the shelf for no snapshot."""
+        for row in self._journal.begun():
+            if not row.is_named and self._sandboxes.images.find(row.image) is not None:
+                await snapshots.remove_image(self._sandboxes, row.image)
+            self._journal.remove(row)
+        known = {row.snapshot_id for row in self._whole()}
+        shelf = self._sandboxes.shelf
+        for entry in await asyncio.to_thread(shelf.entries):
+            if entry.snapshot_id.startswith(SNAPSHOT_PREFIX) and entry.snapshot_id not in known:
+                await asyncio.to_thread(shelf.remove, entry.snapshot_id)
+
+    # finding
+
+    def _template(self, row: SnapshotRow) -> Template | None:
+        """Its image, if that is there still."""
+        template = self._sandboxes.images.find(row.image)
+        return template if template is not None and template.digest == row.digest else None
+
+    def _whole(self) -> list[SnapshotRow]:
+        """All that are there still; the others are forgotten, and what they have on the shelf is removed."""
+        there = []
+        for row in self._journal.whole():
+            if self._template(row) is not None:
+                there.append(row)
+            else:
+                self._forget(row)
+        return there
+
+    def _forget(self, row: SnapshotRow) -> None:
+        self._journal.remove(row)
+        if row.kind == "memory":
+            self._sandboxes.tasks.spawn(self._remove_memory(row))
+
+    async def _remove_memory(self, row: SnapshotRow) -> None:
+        await asyncio.to_thread(self._sandboxes.shelf.remove, row.snapshot_id)
+
+    def row(self, snapshot_id: str) -> SnapshotRow:
+        """One that is there.
+
+        Raises:
+            NotFound: There is none of this id.
+        """
+        row = self._journal.find(snapshot_id)
+        if row is None or self._template(row) is None:
+            raise NotFound(f"no snapshot {snapshot_id} on this node", snapshot_id=snapshot_id)
+        return row
+
+    async def listed(self, metadata: dict[str, str]) -> list[SnapshotInfo]:
+        """Those that have all of `metadata`, the oldest first, without what builds keep for themselves."""
+        rows = [
+            row
+            for row in self._whole()
+            if metadata.items() <= row.metadata.items() and not row.image.startswith(BUILT_PREFIX)
+        ]
+        return await self._infos(sorted(rows, key=lambda row: row.created_unix_s))
+
+    async def info(self, snapshot_id: str) -> SnapshotInfo:
+        infos = await self._infos([self.row(snapshot_id)])
+        if not infos:
+            raise NotFound(f"no snapshot {snapshot_id} on this node", snapshot_id=snapshot_id)
+        return infos[0]
+
+    async def _infos(self, rows: list[SnapshotRow]) -> list[SnapshotInfo]:
+        images = {image.name: image for image in await asyncio.to_thread(self._sandboxes.images.list)}
+        return [
+            _info(row, image, image.size_bytes - image.shared_bytes, image.shared_bytes)
+            for row in rows
+            if (image := images.get(row.image)) is not None and image.digest == row.digest
+        ]
+
+    async def template_for(self, spec: SandboxSpec) -> Template:
+        """What a sandbox is made of, whose template may be the id of a snapshot."""
+        if spec.template.startswith(SNAPSHOT_PREFIX) and self._journal.find(spec.template) is not None:
+            spec = replace(spec, template=self.row(spec.template).image)
+        return await self._sandboxes.templates.template_for(spec)
+
+    # making and removing
+
+    async def keep(self, live: Live, asked: SnapshotRequest) -> SnapshotInfo:
+        """Make a snapshot of a sandbox; one whose image has that name gives way with it.
+
+        Raises:
+            As `snapshots.snapshot`.
+        """
+        row = SnapshotRow(
+            snapshot_id=f"{SNAPSHOT_PREFIX}{secrets.token_hex(8)}",
+            kind=asked.kind,
+            image=asked.name or snapshots.fresh_name(),
+            digest=None,
+            parent=self._parent(live),
+            is_named=asked.name is not None,
+            sandbox_id=live.sandbox_id,
+            spec=live.spec,
+            metadata=asked.metadata,
+            created_unix_s=time.time(),
+        )
+        self._journal.write(row)
+        try:
+            template = await self._made(live, replace(asked, name=row.image), row)
+        except BaseException:
+            self._journal.remove(row)
+            raise
+        for older in self._journal.of_image(row.image):
+            self._forget(older)
+        row = replace(row, digest=template.digest)
+        self._journal.write(row)
+        own_bytes = self._sandboxes.images.layer_bytes(template.layers[0])
+        return _info(row, image_info(template), own_bytes, template.size_bytes - own_bytes)
+
+    async def _made(self, live: Live, asked: SnapshotRequest, row: SnapshotRow) -> Template:
+        return await snapshots.snapshot(self._sandboxes, live, asked, live.handle.pack, is_named=row.is_named)
+
+    async def remove(self, snapshot_id: str) -> SnapshotInfo:
+        """Forget a snapshot with its image; what came of it stays, and comes of its parent then."""
+        row = self.row(snapshot_id)
+        info = await self.info(snapshot_id)
+        await snapshots.remove_image(self._sandboxes, row.image)
+        self._forget(row)
+        return info
+
+    def _parent(self, live: Live) -> str:
+        """The snapshot that a sandbox was made of, or that its parent was which it was forked from."""
+        if self._journal.find(live.spec.template) is not None:
+            return live.spec.template
+        for row in self._journal.of_image(live.template.name):
+            template = self._template(row)
+            if template is not None and live.template.layers[-len(template.layers) :] == template.layers:
+                return row.snapshot_id
+        return ""
+
+
+def _info(row: SnapshotRow, image: ImageInfo, own_bytes: int, shared_bytes: int) -> SnapshotInfo:
+    return SnapshotInfo(
+        snapshot_id=row.snapshot_id,
+        kind=row.kind,
+        image=image,
+        parent=row.parent,
+        sandbox_id=row.sandbox_id,
+        spec=row.spec,
+        metadata=row.metadata,
+        created_unix_s=row.created_unix_s,
+        own_bytes=own_bytes + row.memory_bytes,
+        shared_bytes=shared_bytes,
+        memory_bytes=row.memory_bytes,
+        resident_bytes=row.resident_bytes,
+    )
