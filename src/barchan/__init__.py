@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         SandboxStats,
         Usage,
     )
+    from barchan.model.snapshot_info import SnapshotInfo
     from barchan.model.tiers import TierChange, Waiting
     from barchan.model.verdict import Evidence, Verdict
     from barchan.rollout.calls import Observation, ToolCall
@@ -71,12 +72,14 @@ if TYPE_CHECKING:
     from barchan.sdk.aio.process import AsyncProcess
     from barchan.sdk.aio.sandbox import AsyncSandbox
     from barchan.sdk.aio.shell import AsyncShell, ShellResult
+    from barchan.sdk.aio.snapshot import AsyncSnapshot
     from barchan.sdk.aio.terminal import AsyncTerminal
     from barchan.sdk.client import Client, connect
     from barchan.sdk.endpoint import set_token
     from barchan.sdk.files import Files
     from barchan.sdk.sandbox import Process, Sandbox
     from barchan.sdk.shell import Shell
+    from barchan.sdk.snapshot import Snapshot
     from barchan.sdk.template import AsyncTemplateBuilder, TemplateBuilder
     from barchan.sdk.terminal import Terminal
 
@@ -92,6 +95,8 @@ _HOMES = {
     "barchan.sdk.files": ("Files",),
     "barchan.sdk.aio.files": ("AsyncFiles",),
     "barchan.sdk.shell": ("Shell",),
+    "barchan.sdk.snapshot": ("Snapshot",),
+    "barchan.sdk.aio.snapshot": ("AsyncSnapshot",),
     "barchan.sdk.aio.shell": ("AsyncShell", "ShellResult"),
     "barchan.sdk.terminal": ("Terminal",),
     "barchan.sdk.template": ("TemplateBuilder", "AsyncTemplateBuilder"),
@@ -114,6 +119,7 @@ _HOMES = {
     "barchan.rollout.calls": ("Observation", "ToolCall"),
     "barchan.model.node": ("NodeInfo", "ImageInfo", "LayerInfo", "Budget"),
     "barchan.model.image": ("Rebased",),
+    "barchan.model.snapshot_info": ("SnapshotInfo",),
     "barchan.model.gc": ("GcReport",),
     "barchan.model.tiers": ("Waiting", "TierChange"),
     "barchan.model.verdict": ("Verdict", "Evidence"),
@@ -137,6 +143,8 @@ __all__ = [
     "AsyncShell",
     "Terminal",
     "AsyncTerminal",
+    "Snapshot",
+    "AsyncSnapshot",
     "TemplateBuilder",
     "AsyncTemplateBuilder",
     # a client's runs: groups of rollouts
@@ -162,6 +170,7 @@ __all__ = [
     "FileChange",
     "ImageInfo",
     "LayerInfo",
+    "SnapshotInfo",
     "GcReport",
     "Rebased",
     "NodeInfo",

@@ -8,6 +8,7 @@ from barchan.model.sandbox import Env, Label, Name
 
 PRIORITY_MAX = 100
 GRACE_S_MAX = 86_400.0
+METADATA_VALUE_MAX = 4096
 
 
 class NodeInfo(Struct, frozen=True, kw_only=True):
@@ -119,6 +120,7 @@ class SnapshotRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What the image of a sandbox's files is called, and starts with; None: a fresh name, and as the sandbox's image.
 
     `env` replaces the image's whole environment. What the sandbox itself was given does not become the image's.
+    `kind`: `memory` keeps the sandbox's processes, too. `metadata` is for whoever looks for the snapshot later.
     `base_layers`: how many of the sandbox's bottom layers count as the new image's base; None: all of them; "same": the
     base of what the sandbox was made of.
     """
@@ -128,6 +130,8 @@ class SnapshotRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     user: str | None = None
     workdir: str | None = None
     base_layers: Annotated[int, Meta(ge=0)] | Literal["same"] | None = None
+    kind: Literal["fs", "memory"] = "fs"
+    metadata: Annotated[dict[Label, Annotated[str, Meta(max_length=METADATA_VALUE_MAX)]], Meta(max_length=64)] = {}
 
 
 class Killed(Struct, frozen=True, kw_only=True):

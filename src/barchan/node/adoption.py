@@ -60,7 +60,7 @@ async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
     await _take_in(sandboxes, live, row)
     if row.since_unix_s is not None:
         sandboxes.journal.wake(row.sandbox_id)
-        await sandboxes.tiers.pause(live, is_asked=row.is_asked)
+        await sandboxes.tiers.change(live, "paused", is_asked=row.is_asked)
 
 
 async def _find_stored(sandboxes: "Sandboxes", row: Row) -> None:

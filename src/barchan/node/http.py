@@ -213,13 +213,17 @@ class Server(Handlers):
             return reply(request, live.processes.info(process))
 
     async def output(self, request: web.Request) -> web.StreamResponse:
+        stream = Stream(number(request, "stdout", 0), number(request, "stderr", 0))
+        follow, packed = flag(request, "follow", default=True), is_packed(request)
+        response: web.StreamResponse | None = None
+        live = self.sandboxes.get(request.match_info["sandbox_id"])
+        if flag(request, "again", default=False) and live.phase != "ready":  # it only listens on: that wakes nothing
+            response = await begin_stream(request)
+            await self.sandboxes.tiers.until_woken(live)
         async with self._process(request, attached=True) as (live, process):
-            stream = Stream(number(request, "stdout", 0), number(request, "stderr", 0))
-            follow = flag(request, "follow", default=True)
-            packed = is_packed(request)
             spool = await process.add_reader(stream)
             try:
-                response = await begin_stream(request)
+                response = response or await begin_stream(request)
                 async for chunk in _chunks(live, process, stream, None if follow else spool):
                     await response.write(encode_chunk(chunk, packed=packed))
                 await response.write_eof()

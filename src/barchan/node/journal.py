@@ -148,6 +148,10 @@ class Journal:
                 (sandbox_id, time.time(), is_asked),
             )
 
+    def asked(self, sandbox_id: str) -> None:
+        """Somebody wants it to be asleep, as it is."""
+        self._db.execute("UPDATE sandbox_rest SET is_asked = 1 WHERE id = ?", (sandbox_id,))
+
     def hibernate(self, sandbox_id: str, stored: Stored) -> None:
         """All of it is on disk: from now on the processes that are left may go."""
         with self._db:

@@ -49,6 +49,7 @@ class Live:
         """It has ended: a timer would keep all of it in memory for as long as it might have lived."""
         if self.expiry is not None:
             self.expiry.cancel()
+        self.rest.woken.set()
 
     @property
     def is_up(self) -> bool:

@@ -34,6 +34,7 @@ class Rest:
         self.turn = asyncio.Lock()
         self.is_descending = False
         self.wanted = asyncio.Event()  # somebody waits for it to be awake
+        self.woken = asyncio.Event()  # cleared as it goes to sleep; set as it wakes or ends
         self.waking: asyncio.Task[None] | None = None
         self.is_asked = False  # asleep because somebody asked for it
         self.frozen_at = 0.0

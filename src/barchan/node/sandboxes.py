@@ -35,9 +35,13 @@ from barchan.node.journal import Journal
 from barchan.node.leases import Leases, Over
 from barchan.node.live import Live, Shells, identity
 from barchan.node.network import Network
+from barchan.node.policy_loop import Policy
+from barchan.node.snapshot_tree import SnapshotTree
 from barchan.node.tasks import Tasks
 from barchan.node.tiers import Tiers
+from barchan.snapshot.shelf import FOLDER, Shelf
 
+JOURNAL = "journal.sqlite"
 Start = Callable[[Backend, Live], Awaitable[Handle]]
 
 
@@ -60,11 +64,13 @@ class Sandboxes:
     ) -> None:
         self.images = ImageStore(state_dir / "images")
         self.templates = NodeImages(self.images, store_url)
-        self.journal = Journal(state_dir / "journal.sqlite")
+        self.journal = Journal(state_dir / JOURNAL)
         self.node_id = self.journal.meta("node_id", f"node_{secrets.token_hex(4)}")
         self.holds = Holds(self.images, self.node_id)
         self.admission = Admission(limits, state_dir)
+        self.shelf = Shelf(state_dir / FOLDER)
         self.forks = Forks(self)
+        self.tree = SnapshotTree(self, state_dir / JOURNAL)
         self.leases = Leases(self.journal, self._lease_over)
         self.tiers = Tiers(self)
         self.live: dict[str, Live] = {}
@@ -77,7 +83,7 @@ class Sandboxes:
         self._cpus = os.cpu_count() or 1
         self._weaken = weaken
         self._reader = reader
-        self._state_dir = state_dir
+        self.state_dir = state_dir
         self.started = time.monotonic()
         self._backends: dict[str, Backend] = {}
         self._backend_locks: dict[str, asyncio.Lock] = {}
@@ -89,8 +95,11 @@ class Sandboxes:
 
     async def start(self) -> None:
         """Find the sandboxes of an earlier node again; what can't be found is lost, what nobody knows is removed."""
+        await asyncio.to_thread(self.shelf.start)
         await adoption.adopt_all(self)
+        await self.tree.start()
         self.tasks.spawn(upkeep.sweep(self))
+        self.tasks.spawn(Policy(self).run())
 
     async def backend(self, name: str) -> Backend:
         """The backend of this name, started on first use."""
@@ -98,12 +107,17 @@ class Sandboxes:
         async with lock:
             backend = self._backends.get(name)
             if backend is None:
-                backend = backends.load(name, self._state_dir, self.images, self._weaken, self._reader)
+                backend = backends.load(name, self.state_dir, self.images, self._weaken, self._reader)
                 backend.on_unavailable = self._blob_unavailable
                 await backend.start()
                 self._backends[name] = backend
                 self.tasks.spawn(self._watch_backend(name, backend))
             return backend
+
+    def can_hibernate(self, live: Live) -> bool:
+        """Whether its backend stores memory at all."""
+        backend = self._backends.get(live.spec.backend)
+        return backend is not None and backend.capabilities.memory_snapshot
 
     async def _watch_backend(self, name: str, backend: Backend) -> None:
         """When the supervisor itself dies, its sandboxes died with it: say so, and start anew on the next create."""
@@ -142,6 +156,7 @@ class Sandboxes:
         for backend in self._backends.values():
             await backend.close()
         self.holds.close()
+        self.tree.close()
         self.journal.close()
 
     async def shutdown(self) -> None:
@@ -172,7 +187,7 @@ class Sandboxes:
         live = self._made_before(spec)
         if live is None:
             self.check(spec)
-            template = await self.templates.template_for(spec)
+            template = await self.tree.template_for(spec)
             live = self._made_before(spec)  # meanwhile, by a repetition of this request
             if live is None:
                 live = self.begin(spec, template)

@@ -3,8 +3,10 @@
 import asyncio
 import errno
 import secrets
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -16,13 +18,27 @@ from barchan.image.template import LAYERS_MAX, Layer, Template, TemplateConfig
 from barchan.model.node import ImageInfo, SnapshotRequest
 from barchan.node.images import NodeImages
 from barchan.node.live import Live
-from barchan.node.sandboxes import Sandboxes
+
+if TYPE_CHECKING:
+    from barchan.node.sandboxes import Sandboxes
 
 RETRY_AFTER_MS = 1000
+Pack = Callable[[Path], Awaitable[None]]
 
 
-async def snapshot(sandboxes: Sandboxes, live: Live, asked: SnapshotRequest) -> ImageInfo:
+def fresh_name() -> str:
+    """For an image that nobody has named."""
+    return f"snap-{secrets.token_hex(6)}"
+
+
+async def snapshot(
+    sandboxes: "Sandboxes", live: Live, asked: SnapshotRequest, pack: Pack, *, is_named: bool
+) -> Template:
     """Make an image of a sandbox's files: its template's layers below, what it has written above.
+
+    Args:
+        pack: Writes the layer of what it has written.
+        is_named: Somebody chose the image's name, and may ask for it though this is cancelled.
 
     Raises:
         InvalidSpec: The wish itself.
@@ -32,12 +48,11 @@ async def snapshot(sandboxes: Sandboxes, live: Live, asked: SnapshotRequest) -> 
     Cancellation: Nothing is left, but an image that was asked for by name may have been made.
     """
     config = _config(live, asked)
-    live.requests += 1
     try:
         # Those below are merged first, where the new one would be one too many: the sandbox needn't wait for that.
         below, base_layers = await sandboxes.templates.fitted(live.template.layers, config.base_layers, LAYERS_MAX - 1)
         config = replace(config, base_layers=base_layers)
-        template = await _snapshot(sandboxes.templates, live, config, below, is_named=asked.name is not None)
+        return await _snapshot(sandboxes.templates, pack, config, below, is_named=is_named)
     except (BarchanError, OSError) as error:
         sandboxes.get(live.sandbox_id)  # one that has ended meanwhile says so
         if isinstance(error, BarchanError):
@@ -45,12 +60,9 @@ async def snapshot(sandboxes: Sandboxes, live: Live, asked: SnapshotRequest) -> 
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CapacityError(f"no room for the image: {error}", retry_after_ms=RETRY_AFTER_MS) from error
         raise BackendError(f"the image can't be stored: {error}") from error
-    finally:
-        live.requests -= 1
-    return image_info(template)
 
 
-async def remove_image(sandboxes: Sandboxes, name: str) -> ImageInfo:
+async def remove_image(sandboxes: "Sandboxes", name: str) -> ImageInfo:
     """Forget an image, and let go of the layers that no other one has, nor a live sandbox."""
     await sandboxes.holds.settle(sandboxes.unmount)
     template = await finished(asyncio.to_thread(sandboxes.images.remove, name))
@@ -62,7 +74,7 @@ def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
     below = live.template
     base_layers = below.base_layers if asked.base_layers == "same" else asked.base_layers
     config = TemplateConfig(
-        name=asked.name or f"snap-{secrets.token_hex(6)}",
+        name=asked.name or fresh_name(),
         user=below.user if asked.user is None else asked.user,
         workdir=below.workdir if asked.workdir is None else asked.workdir,
         env=below.env if asked.env is None else asked.env,
@@ -81,13 +93,13 @@ def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
 
 
 async def _snapshot(
-    images: NodeImages, live: Live, config: TemplateConfig, below: tuple[Layer, ...], *, is_named: bool
+    images: NodeImages, pack: Pack, config: TemplateConfig, below: tuple[Layer, ...], *, is_named: bool
 ) -> Template:
     with_workspace = ExitStack()
     try:
         workspace = await finished(asyncio.to_thread(with_workspace.enter_context, images.store.workspace()))
         packed = workspace / "layer.erofs"
-        await live.handle.pack(packed)
+        await pack(packed)
         try:
             return await finished(asyncio.to_thread(_commit, images, config, packed, below))
         except asyncio.CancelledError:

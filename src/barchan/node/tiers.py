@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from barchan.core.hibernation import Waits
 from barchan.core.lifecycle import Fact, next_phase
-from barchan.errors import BarchanError, Conflict, NotSnapshotable
+from barchan.errors import BackendError, BarchanError, CapacityError, Conflict, NotSnapshotable
 from barchan.model.tiers import Tier, TierChange
 from barchan.node import hibernate
 from barchan.node.live import Live
@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 
 DEPTH: dict[Tier, int] = {"running": 0, "paused": 1, "paged_out": 2, "hibernated": 3}
 LEASES_KEPT_MAX = 1024
-TURNED_ROUND = "a request came"
+TURNED_ROUND = "a request came for it"
 ENDED = "it has ended"
-
-
-class Refused(Exception):
-    """A sandbox stays where it is, for this reason."""
 
 
 class Tiers:
@@ -73,9 +69,9 @@ class Tiers:
     def _done(self, live: Live, attached: bool) -> None:
         if attached:
             live.attached -= 1
-        else:
-            live.requests -= 1
-        live.last_used = live.rest.quiet_since = asyncio.get_running_loop().time()
+            return
+        live.requests -= 1
+        live.last_used = asyncio.get_running_loop().time()
         if not live.requests:
             live.rest.waiting_since = live.last_used
 
@@ -87,6 +83,11 @@ class Tiers:
         while len(self._waits) > LEASES_KEPT_MAX:
             del self._waits[next(iter(self._waits))]
         return waits
+
+    async def until_woken(self, live: Live) -> None:
+        """Return when it is awake because of somebody else, or has ended."""
+        while live.phase in ("paused", "hibernated") and live.ending is None:
+            await live.rest.woken.wait()
 
     async def awake(self, live: Live) -> None:
         """Return when it is awake; all who wait share one wake.
@@ -112,109 +113,59 @@ class Tiers:
                     async with self.turns.wakes.turn(FIRST if live.requests else LAST):
                         await hibernate.restore(self._sandboxes, live)
                 elif live.phase == "paused":
-                    await self._thaw(live)
+                    self._sandboxes.journal.wake(live.sandbox_id)
+                    await live.handle.thaw(asyncio.get_running_loop().time() - rest.frozen_at)
+                    self.went_up(live)
+        except OSError as error:
+            raise BackendError(f"the sandbox can't be woken: {error}") from error
         finally:
             rest.waking = None
             rest.wanted.clear()
 
-    async def _thaw(self, live: Live) -> None:
-        self._sandboxes.journal.wake(live.sandbox_id)
-        await live.handle.thaw(asyncio.get_running_loop().time() - live.rest.frozen_at)
-        if live.ending is None:
-            self.went_up(live)
-
     def went_up(self, live: Live) -> None:
         """It runs again: its clocks do, too."""
+        if live.ending is not None:
+            return
         live.phase = next_phase(live.phase, Fact.THAWED)
         live.rest.tier = "running"
         live.rest.freed_bytes, live.rest.refused, live.rest.is_asked = 0, "", False
         live.rest.look_at = 0.0
         live.clock.go_on()
+        live.rest.woken.set()
         self._sandboxes.leases.go_on(live.spec.lease_id, live.sandbox_id)
 
     # going down
 
-    async def resume(self, live: Live) -> TierChange:
-        """Wake it."""
-        return await self._change(live, "running", lambda: self.awake(live))
-
-    async def pause(self, live: Live, *, is_asked: bool = True) -> TierChange:
-        """Stop its programs, and its clocks with them; memory stays.
+    async def to(self, live: Live, tier: Tier, *, is_asked: bool = True) -> None:
+        """To a tier, from wherever it is above; `running` wakes it.
 
         Args:
-            is_asked: Also while requests are served, which wait then; and its idle time-out stands still.
+            is_asked: Somebody wants that: also while requests are served, which wait then; and its idle time-out
+                stands still.
+
+        Raises:
+            Conflict: A request came, and it is awake again; or it is being served.
+            NotSnapshotable: It can't be hibernated for what it holds, and stays paused.
+            CapacityError: It does not stop, or there is no room on the disk; it is in the tier above.
+            SandboxExpired, SandboxLost: It has ended.
         """
-        return await self._go_down(live, "paused", is_asked, lambda: self._pause(live, is_asked))
-
-    async def page_out(self, live: Live, *, is_asked: bool = True) -> TierChange:
-        """Pause it, and give its cold memory away: to swap; without swap, only what the page cache holds for it."""
-
-        async def down() -> None:
-            live.rest.freed_bytes += await live.handle.page_out()
-            live.rest.tier = "paged_out"
-
-        return await self._deeper(live, "paged_out", is_asked, self.turns.page_outs, down)
-
-    async def hibernate(self, live: Live, *, is_asked: bool = True) -> TierChange:
-        """Pause it, put all of it on disk, and free what it takes here. One that can't be stored stays paused."""
-
-        async def down() -> None:
-            await hibernate.store(self._sandboxes, live, lambda: self._check_wanted(live))
-
-        return await self._deeper(live, "hibernated", is_asked, self.turns.stores, down)
-
-    async def _deeper(
-        self, live: Live, tier: Tier, is_asked: bool, queue: Queue, down: Callable[[], Awaitable[None]]
-    ) -> TierChange:
-        """Pause first, and take a place in the queue after that: whoever waits in it can be woken at once."""
-
-        async def from_paused() -> None:
-            if live.phase == "ready":
-                raise Refused(TURNED_ROUND)
-            self._check_wanted(live)
-            await down()
-
-        paused = await self.pause(live, is_asked=is_asked)
-        if paused.refused or DEPTH[live.rest.tier] >= DEPTH[tier]:
-            return paused
-        async with queue.turn():
-            return await self._go_down(live, tier, is_asked, from_paused)
-
-    def to(self, live: Live, tier: Tier) -> Awaitable[TierChange]:
-        """To the tier that somebody asked for."""
         if tier == "running":
-            return self.resume(live)
-        if tier == "paused":
-            return self.pause(live)
-        return self.page_out(live) if tier == "paged_out" else self.hibernate(live)
+            await self.awake(live)
+            return
+        rank = FIRST if is_asked else LAST
+        if live.rest.tier == "running":
+            async with self.turns.pauses.turn(rank):
+                await self._go_down(live, "paused", is_asked, lambda: self._pause(live, is_asked))
+        if tier == "paged_out":
+            await self._deeper(live, tier, is_asked, self.turns.page_outs, self._page_out)
+        elif tier == "hibernated":
+            await self._deeper(live, tier, is_asked, self.turns.stores, self._hibernate)
 
-    async def _go_down(self, live: Live, tier: Tier, is_asked: bool, down: Callable[[], Awaitable[None]]) -> TierChange:
-        async def in_turn() -> None:
-            async with live.rest.turn:
-                if live.ending is not None or not live.is_here:
-                    raise Refused(ENDED)
-                live.rest.is_asked |= is_asked
-                if DEPTH[live.rest.tier] >= DEPTH[tier]:
-                    return
-                live.rest.is_descending = True
-                try:
-                    await down()
-                except NotSnapshotable as error:
-                    live.rest.refused = str(error)
-                    raise
-                finally:
-                    live.rest.is_descending = False
-
-        return await self._change(live, tier, in_turn)
-
-    async def _change(self, live: Live, tier: Tier, change: Callable[[], Awaitable[None]]) -> TierChange:
+    async def change(self, live: Live, tier: Tier, *, is_asked: bool = True) -> TierChange:
+        """As `to`, but a failure is told, not raised."""
         began, refused = time.monotonic(), ""
         try:
-            await change()
-        except Refused as error:
-            refused = str(error)
-        except NotSnapshotable as error:
-            refused = f"stays paused: {error}"
+            await self.to(live, tier, is_asked=is_asked)
         except (BarchanError, OSError) as error:
             refused = str(error)
         return TierChange(
@@ -225,34 +176,69 @@ class Tiers:
             took_ms=(time.monotonic() - began) * 1e3,
         )
 
-    def _check_wanted(self, live: Live) -> None:
-        if live.ending is not None:
-            raise Refused(ENDED)
-        if live.rest.wanted.is_set():
-            raise Refused(TURNED_ROUND)
+    async def _go_down(self, live: Live, tier: Tier, is_asked: bool, down: Callable[[], Awaitable[None]]) -> None:
+        async with live.rest.turn:
+            self._check_wanted(live)
+            if is_asked and not live.rest.is_asked:
+                live.rest.is_asked = True
+                if live.phase != "ready":
+                    self._sandboxes.journal.asked(live.sandbox_id)
+            if DEPTH[live.rest.tier] >= DEPTH[tier]:
+                return
+            live.rest.is_descending = True
+            try:
+                await down()
+            finally:
+                live.rest.is_descending = False
+                if live.phase == "ready":
+                    live.rest.is_asked = False
+
+    async def _deeper(
+        self, live: Live, tier: Tier, is_asked: bool, queue: Queue, down: Callable[[Live], Awaitable[None]]
+    ) -> None:
+        """From paused on. Whoever waits for a place in the queue holds no turn, and can be woken at once."""
+
+        async def from_paused() -> None:
+            if live.phase == "ready":
+                raise Conflict(f"it stays awake: {TURNED_ROUND}")
+            await down(live)
+
+        async with queue.turn(FIRST if is_asked else LAST):
+            await self._go_down(live, tier, is_asked, from_paused)
 
     async def _pause(self, live: Live, is_asked: bool) -> None:
-        if live.phase != "ready":
-            return
-        self._check_wanted(live)
         if live.requests and not is_asked:
-            raise Refused("a request is being served")
+            raise Conflict("it stays awake: a request is being served")
         await live.handle.freeze()
         live.rest.frozen_at = asyncio.get_running_loop().time()
-        try:
-            self._check_wanted(live)
-        except Refused:
+        if live.rest.wanted.is_set():
             await live.handle.thaw(0.0)
-            raise
+        self._check_wanted(live)
         live.clock.stop()
+        live.rest.woken.clear()
         live.phase = next_phase(live.phase, Fact.FROZEN)
         live.rest.tier = "paused"
         live.rest.memory_bytes = live.handle.stats().memory_bytes
         self._sandboxes.leases.stand_still(live.spec.lease_id, live.sandbox_id)
         self._sandboxes.journal.pause(live.sandbox_id, is_asked=is_asked)
 
-    def check_here(self, live: Live) -> None:
-        """Raise what tells whoever asks for it that it has ended."""
+    async def _page_out(self, live: Live) -> None:
+        live.rest.freed_bytes += await live.handle.page_out()
+        live.rest.memory_bytes = live.handle.stats().memory_bytes
+        live.rest.tier = "paged_out"
+
+    async def _hibernate(self, live: Live) -> None:
+        try:
+            await hibernate.store(self._sandboxes, live, lambda: self._check_wanted(live))
+        except NotSnapshotable as error:
+            live.rest.refused = str(error)
+            raise NotSnapshotable(f"it stays paused: {error}", **error.details) from error
+        except OSError as error:
+            raise CapacityError(f"it stays paused: the disk takes no more: {error}", retry_after_ms=1000) from error
+
+    def _check_wanted(self, live: Live) -> None:
+        """Raise where nobody should go on going down."""
         if live.ending is not None or not live.is_here:
             self._sandboxes.get(live.sandbox_id)
-            raise Conflict(f"sandbox {live.sandbox_id} is {live.phase}")
+        if live.rest.wanted.is_set():
+            raise Conflict(f"it stays awake: {TURNED_ROUND}")

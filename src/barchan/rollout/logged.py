@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from barchan.errors import Conflict, LocalProtocolError
-from barchan.model.node import ImageInfo
 from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S, DEFAULT_OUTPUT_BYTES, ExecResult, FileInfo, ProcessInfo
-from barchan.rollout.ports import Files, Log, Process, RLimits, Sandbox, Shell
+from barchan.rollout.ports import Files, Log, Named, Process, RLimits, Sandbox, Shell
 from barchan.sdk.aio.shell import ShellPoint, ShellResult
 from barchan.trajectory.format import Kind
 
@@ -153,7 +152,7 @@ class LoggedSandbox:
     async def processes(self) -> list[ProcessInfo]:
         return await self._sandbox.processes()
 
-    async def snapshot(self, name: str, /) -> ImageInfo:
+    async def snapshot(self, name: str, /) -> Named:
         return await self._sandbox.snapshot(name)
 
     async def kill(self) -> object:

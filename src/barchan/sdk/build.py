@@ -134,8 +134,8 @@ class _Build:
         except NotFound as error:
             have = str(error).partition(" (try: ")[0].partition(repr(name))[2]
             raise NotFound(
-                f"no image {name!r} to build on{have} (try: barchan image pull dir:ROOTFS --name {name}, or "
-                f"--base {name}=NAME for one that is there)",
+                f"no image {name!r} to build on{have} (try: barchan image pull docker://HOST/{name} --name {name}; "
+                f"for a Dockerfile also --base {name}=NAME with one that is there)",
                 template=name,
             ) from error
 
@@ -253,7 +253,7 @@ class _Build:
                     await self._put(sandbox, made, index, step)
             self._progress("keeping the image")
             try:
-                return await sandbox.snapshot(
+                snapshot = await sandbox.snapshot(
                     made.name,
                     env={**layered_env(base.env, [image.env for image in made.layers]), **recipe.env},
                     user=recipe.user or base.user,
@@ -261,6 +261,7 @@ class _Build:
                     # Of the image that the recipe names at its very bottom: all above it is what was added.
                     base_layers="same" if made.layers or isinstance(made.base, _Made) else None,
                 )
+                return snapshot.image
             except (GuestError, InvalidSpec) as error:
                 raise TaskError(f"building {made.name}: what the steps left can't be an image: {error}") from error
         finally:
@@ -449,7 +450,9 @@ def _key(image: _Made | ImageInfo | None) -> str:
 
 def _content(step: Step, taken: _Made | ImageInfo | None, digest: str) -> object:
     if isinstance(step, Run):
-        return replace(step, env=dict(sorted(step.env.items())))
+        content = msgspec.to_builtins(replace(step, env=dict(sorted(step.env.items()))))
+        del content["place"]
+        return content
     if isinstance(step, Take):
         return ["take", _key(taken), step.source, step.path, step.mode, step.user]
     name = step.source.rstrip("/").rpartition("/")[2] if step.source is not None else ""
@@ -472,4 +475,4 @@ def described(step: Step) -> str:
     if not isinstance(step.command, str) and step.command[:2] != ("/bin/sh", "-c"):
         command = " ".join(step.command)
     line = " ".join(command.split())
-    return f"run `{line if len(line) <= 100 else line[:99] + '…'}`"
+    return f"run `{line if len(line) <= 100 else line[:99] + '…'}`{f' ({step.place})' if step.place else ''}"

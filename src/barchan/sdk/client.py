@@ -11,12 +11,15 @@ from barchan.model.gc import GcReport
 from barchan.model.image import Rebased
 from barchan.model.node import Budget, ImageInfo, LayerInfo, NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
+from barchan.model.tiers import TierChange
 from barchan.sdk.aio.client import CREATE_TIMEOUT_S, AsyncClient, connect_async
 from barchan.sdk.aio.sandbox import AsyncSandbox
+from barchan.sdk.aio.snapshot import AsyncSnapshot
 from barchan.sdk.background import iterate, run
-from barchan.sdk.options import CreateOptions
+from barchan.sdk.options import CreateOptions, zygote_spec
 from barchan.sdk.recipe import Recipe
 from barchan.sdk.sandbox import Sandbox
+from barchan.sdk.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from barchan.rollout.sync import Run
@@ -48,20 +51,24 @@ class Client:
         run(self._twin.close())
 
     def create(
-        self, template: str | SandboxSpec, *, timeout_s: float = CREATE_TIMEOUT_S, **options: Unpack[CreateOptions]
+        self,
+        template: str | SandboxSpec | Snapshot,
+        *,
+        timeout_s: float = CREATE_TIMEOUT_S,
+        **options: Unpack[CreateOptions],
     ) -> Sandbox:
-        """Start a sandbox. Repeating it with the same `create_id` gives the same sandbox.
+        """Start a sandbox, of an image or of a snapshot. Repeating it with the same `create_id` gives the same sandbox.
 
         If this is interrupted or times out, the half-made sandbox is gone before that is seen.
 
         Raises:
             CapacityError: The node has no room now; `details["retry_after_ms"]` says when to ask again.
         """
-        return Sandbox(run(self._twin.create(template, timeout_s=timeout_s, **options)))
+        return Sandbox(run(self._twin.create(_twin_of(template), timeout_s=timeout_s, **options)))
 
     def create_many(
         self,
-        template: str | SandboxSpec,
+        template: str | SandboxSpec | Snapshot,
         *,
         n: int,
         timeout_s: float = CREATE_TIMEOUT_S,
@@ -72,7 +79,7 @@ class Client:
         Leaving the iteration early ends those that were not given yet. With a `create_id`, the sandboxes are its `-0`,
         `-1`, ... and repeating finds them.
         """
-        with closing(iterate(self._twin.create_many(template, n=n, timeout_s=timeout_s, **options))) as items:
+        with closing(iterate(self._twin.create_many(_twin_of(template), n=n, timeout_s=timeout_s, **options))) as items:
             for item in items:
                 yield Sandbox(item) if isinstance(item, AsyncSandbox) else item
 
@@ -126,6 +133,18 @@ class Client:
             NotFound: The node has no such sandbox.
         """
         return Sandbox(run(self._twin.attach(sandbox_id)))
+
+    def snapshot(self, snapshot_id: str) -> Snapshot:
+        """A snapshot by its id.
+
+        Raises:
+            NotFound: The node has none of this id.
+        """
+        return Snapshot(run(self._twin.snapshot(snapshot_id)))
+
+    def snapshots(self, *, metadata: Mapping[str, str] | None = None) -> "list[Snapshot]":
+        """The snapshots of the node that have all this metadata, the oldest first."""
+        return [Snapshot(found) for found in run(self._twin.snapshots(metadata=metadata))]
 
     def images(self) -> list[ImageInfo]:
         """The templates that the node can start."""
@@ -198,6 +217,18 @@ class Client:
         """
         return run(self._twin.rebase(old, new, names=names, progress=progress))
 
+    def zygote(self, template: str, *, imports: Sequence[str] = (), python: str = "python3") -> SandboxSpec:
+        """What to create sandboxes of that have a warm interpreter: `create(client.zygote("debian", imports=[...]))`.
+
+        The node imports once for each template and list, with the first of these sandboxes; in each a fork of that
+        interpreter is ready then, and shares its memory until it writes to it. `sandbox.python()` runs in it.
+
+        Args:
+            imports: Modules, in this order; any Python of the template that has them will do, from 3.8 on.
+            python: The interpreter, by its path or by a name that is looked up along PATH.
+        """
+        return zygote_spec(template, imports, python)
+
     def template(self, base: str | Recipe, *, memory_mib: int = 2048, disk_mib: int = 8192) -> "TemplateBuilder":
         """Begin an image on top of another one: `template("debian").run(...).build("mine")`.
 
@@ -216,8 +247,41 @@ class Client:
         """End every sandbox of the node that has all these labels (with none given: every one); returns how many."""
         return run(self._twin.kill(labels=labels))
 
+    def pause_many(
+        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
+    ) -> Iterator[TierChange]:
+        """Pause many sandboxes; each is told of as it is paused, or as it can't be. It goes on if nobody listens.
+
+        Args:
+            labels: Those that have all these labels.
+            sandbox_ids: Those with these ids, instead. With neither: every sandbox of the node.
+        """
+        return iterate(self._twin.pause_many(labels=labels, sandbox_ids=sandbox_ids))
+
+    def page_out_many(
+        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
+    ) -> Iterator[TierChange]:
+        """Pause many sandboxes, and give their cold memory away; as `pause_many`."""
+        return iterate(self._twin.page_out_many(labels=labels, sandbox_ids=sandbox_ids))
+
+    def hibernate_many(
+        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
+    ) -> Iterator[TierChange]:
+        """Hibernate many sandboxes, a few at a time; as `pause_many`."""
+        return iterate(self._twin.hibernate_many(labels=labels, sandbox_ids=sandbox_ids))
+
+    def resume_many(
+        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
+    ) -> Iterator[TierChange]:
+        """Wake many sandboxes, those first that somebody waits for; as `pause_many`."""
+        return iterate(self._twin.resume_many(labels=labels, sandbox_ids=sandbox_ids))
+
     def node_info(self) -> NodeInfo:
         return run(self._twin.node_info())
+
+
+def _twin_of(template: str | SandboxSpec | Snapshot) -> str | SandboxSpec | AsyncSnapshot:
+    return template.twin if isinstance(template, Snapshot) else template
 
 
 def connect(

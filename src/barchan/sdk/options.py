@@ -7,7 +7,8 @@ from typing import Any, Literal, TypedDict, TypeVar
 from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
-from barchan.model.sandbox import ExecRequest, Network, Root, SandboxSpec, StartRequest
+from barchan.model.sandbox import ExecRequest, Network, Root, SandboxSpec, StartRequest, Zygote
+from barchan.model.tiers import Waiting
 from barchan.sdk.checks import check_seconds, checked_env, checked_labels, checked_rlimits
 from barchan.wire.api import STDIN_INLINE_BYTES_MAX
 
@@ -34,9 +35,11 @@ class CreateOptions(TypedDict, total=False):
     root: Root
     workdir: str | None
     hostname: str
+    zygote: Zygote | None
     create_id: str | None
     lease_id: str | None
     detach: bool
+    waiting: Waiting
 
 
 class _RunOptions(TypedDict, total=False):
@@ -106,15 +109,34 @@ def start_request(command: Command, options: StartOptions) -> StartRequest:
     return _request(StartRequest, command, {**options})
 
 
+def python_request(
+    kind: type[Request], source: str, arguments: Sequence[str], options: ExecOptions | StartOptions
+) -> Request:
+    """Source for the warm interpreter."""
+    if isinstance(arguments, str):
+        raise InvalidSpec("args= is a list of words")
+    return _finished(kind, {**options, "python": source, "argv": tuple(arguments) or None})
+
+
+def zygote_spec(template: str, imports: Sequence[str], python: str) -> SandboxSpec:
+    if isinstance(imports, str):
+        raise InvalidSpec("imports= is a list of names of modules")
+    return SandboxSpec(template=template, zygote=Zygote(imports=tuple(imports), python=python))
+
+
 def _request(kind: type[Request], command: Command, fields: dict[str, Any]) -> Request:
     """A string runs in a shell, a sequence is the program and its arguments. Every request gets a process id."""
-    check_seconds(timeout_s=fields.get("timeout_s"))
     if isinstance(command, str):
         fields["shell"] = command
     elif argv := tuple(command):
         fields["argv"] = argv
     else:
         raise InvalidSpec("a command is a string for the shell, or a program and its arguments")
+    return _finished(kind, fields)
+
+
+def _finished(kind: type[Request], fields: dict[str, Any]) -> Request:
+    check_seconds(timeout_s=fields.get("timeout_s"))
     stdin = fields.get("stdin")
     if stdin is None:
         fields.pop("stdin", None)

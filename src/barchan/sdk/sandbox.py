@@ -1,13 +1,13 @@
 """The synchronous faces of a sandbox and its processes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from barchan.errors import BarchanError
 from barchan.model.fork import ForkKind
-from barchan.model.node import ImageInfo
 from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
+from barchan.model.snapshot_info import SnapshotKind
 from barchan.sdk.aio.fork import FORK_TIMEOUT_S
 from barchan.sdk.aio.process import WAIT_TIMEOUT_S, AsyncProcess, Scope, Stream
 from barchan.sdk.aio.sandbox import SNAPSHOT_TIMEOUT_S, AsyncSandbox
@@ -16,6 +16,7 @@ from barchan.sdk.background import iterate, run
 from barchan.sdk.files import Files
 from barchan.sdk.options import Command, CreateOptions, ExecOptions, ShellOptions, StartOptions
 from barchan.sdk.shell import Shell
+from barchan.sdk.snapshot import Snapshot
 from barchan.sdk.transport import CALL_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -58,19 +59,23 @@ class Sandbox:
         self,
         name: str | None = None,
         *,
+        kind: SnapshotKind = "fs",
+        metadata: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         workdir: str | None = None,
         base_layers: int | Literal["same"] | None = None,
         timeout_s: float = SNAPSHOT_TIMEOUT_S,
-    ) -> ImageInfo:
-        """Make an image of its files as they are at one moment; the programs in it are stopped for that moment.
+    ) -> Snapshot:
+        """Keep it as it is at one moment, for which the programs in it are stopped: its files, as an image, and more.
 
         Sandboxes of the image start with these files and none of the processes. /tmp and all else on disk is in it;
         /dev/shm is not.
 
         Args:
             name: Of the image; one of that name gives way. None: a fresh one, `snap-...`.
+            kind: `memory` keeps the processes, too; sandboxes of the snapshot, not of its image alone, go on with them.
+            metadata: For whoever looks for it later.
             env: Replaces the environment of this sandbox's image in the new one, as do `user` and `workdir`.
             base_layers: How many of the sandbox's bottom layers are the new image's base, and not its own. None: all;
                 "same": those that are the base of what it was made of.
@@ -78,10 +83,19 @@ class Sandbox:
         Raises:
             CapacityError: No room on the node's disk.
             GuestWrecked: The files can't be an image: directories without end, or sparse files without measure.
+            NotSnapshotable: A process holds what can't be kept with its memory. The sandbox goes on.
         """
-        return run(
-            self._twin.snapshot(name, env=env, user=user, workdir=workdir, base_layers=base_layers, timeout_s=timeout_s)
+        made = self._twin.snapshot(
+            name,
+            kind=kind,
+            metadata=metadata,
+            env=env,
+            user=user,
+            workdir=workdir,
+            base_layers=base_layers,
+            timeout_s=timeout_s,
         )
+        return Snapshot(run(made))
 
     def fork(
         self,
@@ -108,6 +122,35 @@ class Sandbox:
         made = run(self._twin.fork(n, kind=kind, timeout_s=timeout_s, **options))
         return [Sandbox(item) if isinstance(item, AsyncSandbox) else item for item in made]
 
+    def pause(self) -> SandboxInfo:
+        """Stop its programs. Its memory stays, its clocks stand still, and whatever is asked of it next wakes it.
+
+        Requests that are being served wait, too, and so do their deadlines.
+
+        Raises:
+            CapacityError: Its programs don't stop, for they wait for a disk.
+        """
+        return run(self._twin.pause())
+
+    def page_out(self) -> SandboxInfo:
+        """Pause it, and give its cold memory away: to swap; on a host without, only what the page cache has for it."""
+        return run(self._twin.page_out())
+
+    def hibernate(self) -> SandboxInfo:
+        """Pause it, and put its processes and memory on the node's disk, which frees what it takes otherwise.
+
+        Whatever is asked of it next brings it back; it outlives the node.
+
+        Raises:
+            NotSnapshotable: It holds what can't be stored, and stays paused; the message says what.
+            Conflict: A request came meanwhile, and it is awake again.
+        """
+        return run(self._twin.hibernate())
+
+    def resume(self) -> SandboxInfo:
+        """Wake it, from wherever it is. Nobody has to: any request does."""
+        return run(self._twin.resume())
+
     def exec(self, command: Command, **options: Unpack[ExecOptions]) -> ExecResult:
         """Run a program to its end; a string runs in a shell. What it does is in the result, never an exception.
 
@@ -119,6 +162,25 @@ class Sandbox:
     def start(self, command: Command, **options: Unpack[StartOptions]) -> "Process":
         """Start a program in the background; repeating it with the same `process_id` gives the same process."""
         return Process(run(self._twin.start(command, **options)))
+
+    def python(self, source: str, *, args: Sequence[str] = (), **options: Unpack[ExecOptions]) -> ExecResult:
+        """Run source to its end in a fork of the sandbox's warm interpreter, as `python3 -c` would run it.
+
+        The sandbox must have been made of a zygote. What the interpreter has imported is there at once; nothing that
+        the source does is seen by the next one. It runs as the sandbox's user.
+
+        Args:
+            args: `sys.argv[1:]`.
+            options: As of `exec`, but `user`, `rlimits` and `platform`.
+
+        Raises:
+            InvalidSpec: The sandbox has no warm interpreter.
+        """
+        return run(self._twin.python(source, args=args, **options))
+
+    def start_python(self, source: str, *, args: Sequence[str] = (), **options: Unpack[StartOptions]) -> "Process":
+        """Start source in the background, in a fork of the sandbox's warm interpreter; see `python`."""
+        return Process(run(self._twin.start_python(source, args=args, **options)))
 
     def process(self, process_id: str) -> "Process":
         """A handle on a process that was started earlier, by whomever; nothing is asked of the node yet."""

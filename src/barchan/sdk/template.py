@@ -8,12 +8,12 @@ from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
 from barchan.model.node import ImageInfo
-from barchan.model.sandbox import Network
+from barchan.model.sandbox import Network, SandboxSpec
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.background import run
 from barchan.sdk.build import build
 from barchan.sdk.checks import check_seconds, checked_env
-from barchan.sdk.options import Command
+from barchan.sdk.options import Command, zygote_spec
 from barchan.sdk.recipe import Put, Recipe, Run
 
 
@@ -121,6 +121,10 @@ class AsyncTemplateBuilder(_Builder):
         """
         return await self._build(name, progress)
 
+    async def zygote(self, imports: Sequence[str] = (), *, python: str = "python3") -> SandboxSpec:
+        """Make the image, and what sandboxes of it are created of that have a warm interpreter; see `client.zygote`."""
+        return zygote_spec((await self._build(None, None)).name, imports, python)
+
 
 class TemplateBuilder(_Builder):
     """An image in the making, from `client.template()`."""
@@ -138,3 +142,7 @@ class TemplateBuilder(_Builder):
             TaskError: A step failed; the message has its number, command, exit code and the end of its output.
         """
         return run(self._build(name, progress))
+
+    def zygote(self, imports: Sequence[str] = (), *, python: str = "python3") -> SandboxSpec:
+        """Make the image, and what sandboxes of it are created of that have a warm interpreter; see `client.zygote`."""
+        return zygote_spec(run(self._build(None, None)).name, imports, python)

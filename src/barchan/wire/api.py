@@ -36,6 +36,8 @@ from barchan.model.sandbox import (
     SandboxStats,
     StartRequest,
 )
+from barchan.model.snapshot_info import SnapshotInfo
+from barchan.model.tiers import TierChange, TierRequest
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -147,16 +149,30 @@ ROUTES: tuple[Route, ...] = (
     Route("info", "GET", _SB, SandboxInfo, summary="One sandbox, also for a while after its end."),
     Route("kill", "DELETE", _SB, Killed, summary="End a sandbox; returns when nothing of it is left."),
     Route("stats", "GET", _SB + "/stats", SandboxStats, summary="Kernel counters of a sandbox."),
-    Route("snapshot", "POST", _SB + "/snapshot", ImageInfo, body=SnapshotRequest, body_kind="value",
-          summary="Make an image of the sandbox's files as they are; one of that name gives way. Memory and processes are not in it."),
+    Route("snapshot", "POST", _SB + "/snapshot", SnapshotInfo, body=SnapshotRequest, body_kind="value",
+          summary="Keep the sandbox's files as they are, as an image, and for kind `memory` its processes; an image of that name gives way."),
+    Route("snapshot_list", "GET", "/v1/snapshots", list[SnapshotInfo], query={"metadata": list},
+          summary="The node's snapshots, the oldest first; `metadata=key=value` repeats and all must match."),
+    Route("snapshot_info", "GET", "/v1/snapshots/{snapshot_id}", SnapshotInfo, summary="One snapshot."),
+    Route("snapshot_remove", "DELETE", "/v1/snapshots/{snapshot_id}", SnapshotInfo,
+          summary="Forget a snapshot and its image; sandboxes and snapshots that came of it stay."),
     Route("fork", "POST", _SB + "/fork", Forked, "stream", ForkRequest, "value",
           summary="Make sandboxes that start as this one is at one moment: a record for each, as it is ready or has failed."),
+    Route("pause", "POST", _SB + "/pause", SandboxInfo,
+          summary="Stop its programs; its memory stays, its clocks stand still, and the next request wakes it."),
+    Route("page_out", "POST", _SB + "/page-out", SandboxInfo, summary="Pause it, and give its cold memory away, to swap where there is some."),
+    Route("hibernate", "POST", _SB + "/hibernate", SandboxInfo,
+          summary="Pause it, and put its processes and memory on disk; one that can't be stored says why, and stays paused."),
+    Route("resume", "POST", _SB + "/resume", SandboxInfo, summary="Wake it, from wherever it is."),
+    Route("tier_many", "POST", "/v1/sandboxes/tier", TierChange, "stream", TierRequest, "value",
+          summary="Bring many sandboxes to one tier: a record for each, as it is there or refused. It goes on if the response is closed."),
+    Route("fork_end", "DELETE", "/v1/forks/{fork_id}", Killed, summary="End every child of a fork, also of one under way."),
     Route("exec", "POST", _SB + "/exec", ExecResult, body=ExecRequest, body_kind="value", summary="Run a program to its end."),
     Route("start", "POST", _SB + "/processes", ProcessInfo, body=StartRequest, body_kind="value", summary="Start a program in the background."),
     Route("process_list", "GET", _SB + "/processes", list[ProcessInfo], summary="Every process started through the platform."),
     Route("process_info", "GET", _PROC, ProcessInfo, query={"wait_s": float}, summary="A process; with `wait_s`, after its end or that long."),
-    Route("output", "GET", _PROC + "/output", OutputChunk, "stream", query={"stdout": int, "stderr": int, "follow": bool},
-          summary="Output from the given offsets on, to the end (`follow`, the default) or what there is now."),
+    Route("output", "GET", _PROC + "/output", OutputChunk, "stream", query={"stdout": int, "stderr": int, "follow": bool, "again": bool},
+          summary="Output from the given offsets on, to the end (`follow`, the default) or what there is now. `again`: it was followed before; wakes nothing."),
     Route("stdin", "POST", _PROC + "/stdin", StdinWritten, body_kind="bytes", query={"offset": int, "eof": bool},
           summary="Write to stdin; bytes below `offset` already written are skipped, so a retry is safe."),
     Route("signal", "POST", _PROC + "/signal", Signalled, body=SignalRequest, body_kind="value", summary="Signal a process."),

@@ -13,13 +13,17 @@ from barchan.model.gc import GcReport, GcRequest
 from barchan.model.image import NameRequest, Rebased, RebaseRequest
 from barchan.model.node import Budget, ImageInfo, Killed, LayerInfo, NodeInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
+from barchan.model.tiers import TierChange
+from barchan.sdk.aio import snapshot
 from barchan.sdk.aio.sandbox import AsyncSandbox
+from barchan.sdk.aio.snapshot import AsyncSnapshot, spec_of
+from barchan.sdk.aio.tiers import bring
 from barchan.sdk.cancel import clean_up, forget_error
 from barchan.sdk.checks import check_count, check_seconds, checked_labels
 from barchan.sdk.embedded import ensure_node
 from barchan.sdk.endpoint import Endpoint, checked_token, endpoint_of, remember_token, token_of
 from barchan.sdk.lease import Lease
-from barchan.sdk.options import CreateOptions, sandbox_spec
+from barchan.sdk.options import CreateOptions, sandbox_spec, zygote_spec
 from barchan.sdk.recipe import Recipe
 from barchan.sdk.transport import Call, Transport, encode, records
 
@@ -86,12 +90,12 @@ class AsyncClient:
 
     async def create(
         self,
-        template: str | SandboxSpec,
+        template: str | SandboxSpec | AsyncSnapshot,
         *,
         timeout_s: float = CREATE_TIMEOUT_S,
         **options: Unpack[CreateOptions],
     ) -> AsyncSandbox:
-        """Start a sandbox. Repeating it with the same `create_id` gives the same sandbox.
+        """Start a sandbox, of an image or of a snapshot. Repeating it with the same `create_id` gives the same sandbox.
 
         If this is cancelled or times out, the half-made sandbox is gone before that is seen.
 
@@ -99,7 +103,7 @@ class AsyncClient:
             CapacityError: The node has no room now; `details["retry_after_ms"]` says when to ask again.
         """
         check_seconds(timeout_s=timeout_s)
-        spec = sandbox_spec(template, options)
+        spec = sandbox_spec(spec_of(template) if isinstance(template, AsyncSnapshot) else template, options)
         if not spec.detach and spec.lease_id is None:
             spec = replace(spec, lease_id=await self._lease.ensure())
         task = asyncio.ensure_future(self._transport.value(CREATE, CREATE.target(), encode(spec), timeout_s=timeout_s))
@@ -130,7 +134,7 @@ class AsyncClient:
 
     async def create_many(
         self,
-        template: str | SandboxSpec,
+        template: str | SandboxSpec | AsyncSnapshot,
         *,
         n: int,
         timeout_s: float = CREATE_TIMEOUT_S,
@@ -144,7 +148,7 @@ class AsyncClient:
         """
         check_seconds(timeout_s=timeout_s)
         check_count(n=n)
-        spec = sandbox_spec(template, options)
+        spec = sandbox_spec(spec_of(template) if isinstance(template, AsyncSnapshot) else template, options)
         turns = asyncio.Semaphore(_CREATING_MAX)
 
         async def one(index: int) -> AsyncSandbox | BarchanError:
@@ -218,6 +222,18 @@ class AsyncClient:
         sandbox = AsyncSandbox(self._transport, sandbox_id)
         await sandbox.info()
         return sandbox
+
+    async def snapshot(self, snapshot_id: str) -> AsyncSnapshot:
+        """A snapshot by its id.
+
+        Raises:
+            NotFound: The node has none of this id.
+        """
+        return await snapshot.find(self._transport, snapshot_id)
+
+    async def snapshots(self, *, metadata: Mapping[str, str] | None = None) -> "list[AsyncSnapshot]":
+        """The snapshots of the node that have all this metadata, the oldest first."""
+        return await snapshot.listed(self._transport, checked_labels(metadata or {}))
 
     async def images(self) -> list[ImageInfo]:
         """The templates that the node can start."""
@@ -301,6 +317,18 @@ class AsyncClient:
             response.close()
         return done
 
+    def zygote(self, template: str, *, imports: Sequence[str] = (), python: str = "python3") -> SandboxSpec:
+        """What to create sandboxes of that have a warm interpreter: `create(client.zygote("debian", imports=[...]))`.
+
+        The node imports once for each template and list, with the first of these sandboxes; in each a fork of that
+        interpreter is ready then, and shares its memory until it writes to it. `sandbox.python()` runs in it.
+
+        Args:
+            imports: Modules, in this order; any Python of the template that has them will do, from 3.8 on.
+            python: The interpreter, by its path or by a name that is looked up along PATH.
+        """
+        return zygote_spec(template, imports, python)
+
     def template(self, base: str | Recipe, *, memory_mib: int = 2048, disk_mib: int = 8192) -> "AsyncTemplateBuilder":
         """Begin an image on top of another one: `template("debian").run(...).build("mine")`.
 
@@ -319,6 +347,35 @@ class AsyncClient:
         """End every sandbox of the node that has all these labels (with none given: every one); returns how many."""
         target = KILL_MANY.target({"label": _labels(labels), "all": None if labels else True})
         return (await self._transport.value(KILL_MANY, target, timeout_s=_KILL_TIMEOUT_S)).killed
+
+    def pause_many(
+        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
+    ) -> AsyncGenerator[TierChange, None]:
+        """Pause many sandboxes; each is told of as it is paused, or as it can't be. It goes on if nobody listens.
+
+        Args:
+            labels: Those that have all these labels.
+            sandbox_ids: Those with these ids, instead. With neither: every sandbox of the node.
+        """
+        return bring(self._transport, "paused", labels, sandbox_ids)
+
+    def page_out_many(
+        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
+    ) -> AsyncGenerator[TierChange, None]:
+        """Pause many sandboxes, and give their cold memory away; as `pause_many`."""
+        return bring(self._transport, "paged_out", labels, sandbox_ids)
+
+    def hibernate_many(
+        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
+    ) -> AsyncGenerator[TierChange, None]:
+        """Hibernate many sandboxes, a few at a time; as `pause_many`."""
+        return bring(self._transport, "hibernated", labels, sandbox_ids)
+
+    def resume_many(
+        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
+    ) -> AsyncGenerator[TierChange, None]:
+        """Wake many sandboxes, those first that somebody waits for; as `pause_many`."""
+        return bring(self._transport, "running", labels, sandbox_ids)
 
     async def node_info(self) -> NodeInfo:
         return await self._transport.value(NODE_INFO, NODE_INFO.target())

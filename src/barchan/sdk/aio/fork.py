@@ -12,7 +12,7 @@ from barchan.sdk.options import CreateOptions, spec_fields
 from barchan.sdk.transport import Call, Transport, encode, records
 
 FORK = Call("fork", Forked)
-KILL_MANY = Call("kill_many", Killed)
+FORK_END = Call("fork_end", Killed)
 
 FORK_TIMEOUT_S = 300.0
 _TRIES = 2  # a node that was killed meanwhile may be back with the children it has made
@@ -29,7 +29,7 @@ async def fork(
         async with asyncio.timeout(timeout_s):
             return await _asked(transport, sandbox_id, asked, timeout_s)
     except (asyncio.CancelledError, TimeoutError, BarchanError) as error:
-        await clean_up(error, _end(transport, asked), f"children of fork {asked.fork_id} may live")
+        await clean_up(error, _end(transport, asked.fork_id), f"children of fork {asked.fork_id} may live")
         if isinstance(error, TimeoutError):
             raise ReadTimeout(f"the fork was not done in {timeout_s:g} s") from error
         raise
@@ -52,9 +52,8 @@ async def _asked(transport: Transport, sandbox_id: str, asked: ForkRequest, time
     raise AssertionError("the last try returns or raises")
 
 
-async def _end(transport: Transport, asked: ForkRequest) -> None:
-    targets = (KILL_MANY.target({"create_id": f"{asked.fork_id}-{index}"}) for index in range(asked.n))
-    await asyncio.gather(*(transport.value(KILL_MANY, target) for target in targets))
+async def _end(transport: Transport, fork_id: str) -> None:
+    await transport.value(FORK_END, FORK_END.target(fork_id=fork_id))
 
 
 def error_of(forked: Forked) -> BarchanError:

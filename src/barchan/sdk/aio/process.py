@@ -120,8 +120,11 @@ class AsyncProcess:
         reached: dict[str, int] = {"stdout": offset, "stderr": stderr_offset}
         last_at = time.monotonic()
         lost_at: float | None = None
+        again: bool | None = None
         while True:
-            target = self._target(OUTPUT, stdout=reached["stdout"], stderr=reached["stderr"], follow=follow)
+            target = self._target(
+                OUTPUT, stdout=reached["stdout"], stderr=reached["stderr"], follow=follow, again=again
+            )
             response = await self._transport.open(OUTPUT, target)
             quiet_s = _PROBE_S
             if quiet_timeout_s is not None:
@@ -148,6 +151,7 @@ class AsyncProcess:
                     raise ReadTimeout(
                         f"process {self.id} wrote nothing for {quiet_timeout_s:g} s", process_id=self.id
                     ) from error
+                again = True
                 continue
             finally:
                 response.close()

@@ -1,18 +1,28 @@
 """A sandbox by its id: run programs in it, move files, throw it away."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from barchan.errors import BarchanError, NotFound, SandboxExpired, SandboxLost
 from barchan.model.fork import ForkKind
-from barchan.model.node import ImageInfo, Killed, SnapshotRequest
-from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
+from barchan.model.node import Killed, SnapshotRequest
+from barchan.model.sandbox import (
+    DEFAULT_OUTPUT_BYTES,
+    ExecRequest,
+    ExecResult,
+    ProcessInfo,
+    SandboxInfo,
+    SandboxStats,
+    StartRequest,
+)
+from barchan.model.snapshot_info import SnapshotInfo, SnapshotKind
 from barchan.sdk.aio.files import AsyncFiles
 from barchan.sdk.aio.fork import FORK_TIMEOUT_S, error_of, fork
 from barchan.sdk.aio.process import AsyncProcess, start_process
 from barchan.sdk.aio.shell import AsyncShell, ShellPoint
-from barchan.sdk.checks import check_seconds, checked_env
+from barchan.sdk.aio.snapshot import AsyncSnapshot
+from barchan.sdk.checks import check_seconds, checked_env, checked_labels
 from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.options import (
     Command,
@@ -21,6 +31,7 @@ from barchan.sdk.options import (
     ShellOptions,
     StartOptions,
     exec_request,
+    python_request,
     start_request,
 )
 from barchan.sdk.transport import CALL_TIMEOUT_S, Call, Transport, encode, shared_transport
@@ -31,11 +42,16 @@ if TYPE_CHECKING:
 INFO = Call("info", SandboxInfo)
 KILL = Call("kill", Killed)
 STATS = Call("stats", SandboxStats)
-SNAPSHOT = Call("snapshot", ImageInfo)
+SNAPSHOT = Call("snapshot", SnapshotInfo)
+PAUSE = Call("pause", SandboxInfo)
+PAGE_OUT = Call("page_out", SandboxInfo)
+HIBERNATE = Call("hibernate", SandboxInfo)
+RESUME = Call("resume", SandboxInfo)
 EXEC = Call("exec", ExecResult)
 PROCESSES = Call("process_list", list[ProcessInfo])
 
 SNAPSHOT_TIMEOUT_S = 660.0  # a little more than the node gives the packing of a layer
+TIER_TIMEOUT_S = 600.0  # others of the node may have their turn first
 _MARGIN_S = 30.0  # what the node may need beyond the time of the program itself
 _REPLY_BYTES = 1 << 20  # of an exec's reply beside the output
 
@@ -83,19 +99,23 @@ class AsyncSandbox:
         self,
         name: str | None = None,
         *,
+        kind: SnapshotKind = "fs",
+        metadata: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         workdir: str | None = None,
         base_layers: int | Literal["same"] | None = None,
         timeout_s: float = SNAPSHOT_TIMEOUT_S,
-    ) -> ImageInfo:
-        """Make an image of its files as they are at one moment; the programs in it are stopped for that moment.
+    ) -> AsyncSnapshot:
+        """Keep it as it is at one moment, for which the programs in it are stopped: its files, as an image, and more.
 
         Sandboxes of the image start with these files and none of the processes. /tmp and all else on disk is in it;
         /dev/shm is not.
 
         Args:
             name: Of the image; one of that name gives way. None: a fresh one, `snap-...`.
+            kind: `memory` keeps the processes, too; sandboxes of the snapshot, not of its image alone, go on with them.
+            metadata: For whoever looks for it later.
             env: Replaces the environment of this sandbox's image in the new one, as do `user` and `workdir`.
             base_layers: How many of the sandbox's bottom layers are the new image's base, and not its own. None: all;
                 "same": those that are the base of what it was made of.
@@ -103,16 +123,20 @@ class AsyncSandbox:
         Raises:
             CapacityError: No room on the node's disk.
             GuestWrecked: The files can't be an image: directories without end, or sparse files without measure.
+            NotSnapshotable: A process holds what can't be kept with its memory. The sandbox goes on.
         """
         check_seconds(timeout_s=timeout_s)
         asked = SnapshotRequest(
             name=name,
+            kind=kind,
+            metadata=checked_labels(metadata or {}),
             env=None if env is None else checked_env(env),
             user=user,
             workdir=workdir,
             base_layers=base_layers,
         )
-        return await self._transport.value(SNAPSHOT, self._target(SNAPSHOT), encode(asked), timeout_s=timeout_s)
+        info = await self._transport.value(SNAPSHOT, self._target(SNAPSHOT), encode(asked), timeout_s=timeout_s)
+        return AsyncSnapshot(self._transport, info)
 
     async def fork(
         self,
@@ -141,13 +165,47 @@ class AsyncSandbox:
             for item in await fork(self._transport, self.id, n, kind, timeout_s, options)
         ]
 
+    async def pause(self) -> SandboxInfo:
+        """Stop its programs. Its memory stays, its clocks stand still, and whatever is asked of it next wakes it.
+
+        Requests that are being served wait, too, and so do their deadlines.
+
+        Raises:
+            CapacityError: Its programs don't stop, for they wait for a disk.
+        """
+        return await self._move(PAUSE)
+
+    async def page_out(self) -> SandboxInfo:
+        """Pause it, and give its cold memory away: to swap; on a host without, only what the page cache has for it."""
+        return await self._move(PAGE_OUT)
+
+    async def hibernate(self) -> SandboxInfo:
+        """Pause it, and put its processes and memory on the node's disk, which frees what it takes otherwise.
+
+        Whatever is asked of it next brings it back; it outlives the node.
+
+        Raises:
+            NotSnapshotable: It holds what can't be stored, and stays paused; the message says what.
+            Conflict: A request came meanwhile, and it is awake again.
+        """
+        return await self._move(HIBERNATE)
+
+    async def resume(self) -> SandboxInfo:
+        """Wake it, from wherever it is. Nobody has to: any request does."""
+        return await self._move(RESUME)
+
+    async def _move(self, call: Call[SandboxInfo]) -> SandboxInfo:
+        return await self._transport.value(call, self._target(call), timeout_s=TIER_TIMEOUT_S)
+
     async def exec(self, command: Command, **options: Unpack[ExecOptions]) -> ExecResult:
         """Run a program to its end; a string runs in a shell. What it does is in the result, never an exception.
 
         After a lost connection the same request is sent again and finds the same process. If cancelled, all that the
         program has started is killed before the cancellation is seen.
         """
-        request = exec_request(command, options)
+        return await self._to_end(exec_request(command, options))
+
+    async def _to_end(self, request: ExecRequest) -> ExecResult:
         call = self._transport.value(
             EXEC,
             self._exec_target,
@@ -160,6 +218,27 @@ class AsyncSandbox:
     async def start(self, command: Command, **options: Unpack[StartOptions]) -> AsyncProcess:
         """Start a program in the background; repeating it with the same `process_id` gives the same process."""
         return await start_process(self._transport, self.id, start_request(command, options))
+
+    async def python(self, source: str, *, args: Sequence[str] = (), **options: Unpack[ExecOptions]) -> ExecResult:
+        """Run source to its end in a fork of the sandbox's warm interpreter, as `python3 -c` would run it.
+
+        The sandbox must have been made of a zygote. What the interpreter has imported is there at once; nothing that
+        the source does is seen by the next one. It runs as the sandbox's user.
+
+        Args:
+            args: `sys.argv[1:]`.
+            options: As of `exec`, but `user`, `rlimits` and `platform`.
+
+        Raises:
+            InvalidSpec: The sandbox has no warm interpreter.
+        """
+        return await self._to_end(python_request(ExecRequest, source, args, options))
+
+    async def start_python(
+        self, source: str, *, args: Sequence[str] = (), **options: Unpack[StartOptions]
+    ) -> AsyncProcess:
+        """Start source in the background, in a fork of the sandbox's warm interpreter; see `python`."""
+        return await start_process(self._transport, self.id, python_request(StartRequest, source, args, options))
 
     def process(self, process_id: str) -> AsyncProcess:
         """A handle on a process that was started earlier, by whomever; nothing is asked of the node yet."""

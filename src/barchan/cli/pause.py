@@ -1,0 +1,106 @@
+"""`barchan pause`, `barchan hibernate` and `barchan resume`."""
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+from cyclopts import Parameter
+
+import barchan
+from barchan.cli.common import DEFAULTS, FAILED, OK, Common, human_bytes, key_values, one_line, print_error, print_json
+from barchan.cli.run import Words
+from barchan.errors import InvalidSpec
+from barchan.model.tiers import TierChange
+
+All = Annotated[bool, Parameter(name="--all")]
+
+
+def pause(
+    *sandboxes: str,
+    label: Words = (),
+    all_: All = False,
+    page_out: bool = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Stop sandboxes until they are needed: their memory stays, and any request wakes them.
+
+    For example:
+
+        barchan pause sb_x1
+        barchan pause --label job=eval
+        barchan pause --all --page-out
+
+    Args:
+        sandboxes: Their ids.
+        label: KEY=VALUE: those that have it; may be repeated, then all must match.
+        all_: Every sandbox of the node.
+        page_out: Give their cold memory away, too, to swap where the host has some.
+    """
+    with barchan.connect(**common.connection) as client:
+        labels = _labels(sandboxes, label, all_=all_)
+        many = client.page_out_many if page_out else client.pause_many
+        return _tell(many(labels=labels, sandbox_ids=sandboxes), as_json=common.json)
+
+
+def hibernate(*sandboxes: str, label: Words = (), all_: All = False, common: Common = DEFAULTS) -> int:
+    """Put sandboxes on disk with their processes and memory; any request brings them back.
+
+    One that holds what can't be stored, as a connection to the outside, stays paused.
+
+    For example:
+
+        barchan hibernate sb_x1
+        barchan hibernate --all
+
+    Args:
+        sandboxes: Their ids.
+        label: KEY=VALUE: those that have it; may be repeated, then all must match.
+        all_: Every sandbox of the node.
+    """
+    with barchan.connect(**common.connection) as client:
+        labels = _labels(sandboxes, label, all_=all_)
+        return _tell(client.hibernate_many(labels=labels, sandbox_ids=sandboxes), as_json=common.json)
+
+
+def resume(*sandboxes: str, label: Words = (), all_: All = False, common: Common = DEFAULTS) -> int:
+    """Wake sandboxes. Nobody has to: any request does.
+
+    For example:
+
+        barchan resume sb_x1
+        barchan resume --all
+
+    Args:
+        sandboxes: Their ids.
+        label: KEY=VALUE: those that have it; may be repeated, then all must match.
+        all_: Every sandbox of the node.
+    """
+    with barchan.connect(**common.connection) as client:
+        labels = _labels(sandboxes, label, all_=all_)
+        return _tell(client.resume_many(labels=labels, sandbox_ids=sandboxes), as_json=common.json)
+
+
+def _labels(sandboxes: tuple[str, ...], label: Words, *, all_: bool) -> dict[str, str]:
+    if sum((bool(sandboxes), bool(label), all_)) != 1:
+        raise InvalidSpec("give either ids, or --label, or --all")
+    return key_values(label, "--label")
+
+
+def _tell(changes: Iterator[TierChange], *, as_json: bool) -> int:
+    """A line for each as it comes; fails if one of them is not where it should be."""
+    count, refused = 0, 0
+    for change in changes:
+        count += 1
+        refused += bool(change.refused)
+        if as_json:
+            print_json(change)
+        elif change.refused:
+            sys.stdout.write(f"{change.sandbox_id}  {change.tier}  {one_line(change.refused)}\n")
+        else:
+            sys.stdout.write(f"{change.sandbox_id}  {change.tier}  {human_bytes(change.freed_bytes)} freed\n")
+        sys.stdout.flush()
+    if not count and not as_json:
+        sys.stdout.write("no sandboxes (try: barchan ps)\n")
+    if refused:
+        print_error(f"{refused} of {count} are not where they were asked to be", "barchan ps")
+    return FAILED if refused else OK
