@@ -58,6 +58,12 @@ def _fuse() -> str:
     return "" if Path("/dev/fuse").exists() else "no /dev/fuse (modprobe fuse)"
 
 
+def _criu() -> str:
+    from barchan.backends.container import criu
+
+    return "" if criu.find(criu.SHARED_STATE_DIR) else "no CRIU of version 4 (barchan tools install criu)"
+
+
 def _static_libc() -> str:
     if missing := _tool("gcc", "gcc")() or _tool("make", "make")():
         return missing
@@ -88,6 +94,7 @@ PROBES: dict[str, Callable[[], str]] = {
     "ip": _tool("ip", "iproute2"),
     "fuse": _fuse,
     "nginx": _tool("nginx", "nginx-light"),
+    "criu": _criu,
 }
 
 

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from obstore.store import MemoryStore
 
+from barchan.backends.container import criu
 from barchan.errors import BlobCorrupt, Conflict, InvalidSpec, NotFound, SnapshotCorrupt
 from barchan.image.blobs import BlobStore
 from barchan.image.pack import pack_tree
@@ -22,12 +23,16 @@ from barchan.image.store import ImageStore, NewLayer
 from barchan.image.template import Layer, Template, TemplateConfig
 from barchan.model.sandbox import SandboxSpec
 from barchan.snapshot.generations import Hibernated, claim, current, publish, retire
+from barchan.snapshot.pagemap import PAGE_BYTES
 from barchan.snapshot.remote import memory_key, pull, push
 from barchan.snapshot.shelf import Shelf
+from tests.lazy_memory import Ground, ask
 from tests.memory_dirs import content, make_memory
 from tests.stores_http import served
 
 DIGEST = "0" * 64
+MIB = 1 << 20
+RIGHT = "hashlib.sha256(ballast).hexdigest() == expected and table_is_right()"
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -82,6 +87,34 @@ def test_a_process_killed_while_it_packs_leaves_nothing(tmp_path: Path) -> None:
             shelf.remove("one")
         assert names(root) == []
     assert ended >= 1
+
+
+@pytest.mark.requires("root", "cgroup", "criu")
+async def test_a_real_program_comes_back_from_its_file(tmp_path: Path) -> None:
+    """What CRIU dumped is the same after packing, also on top of an earlier dump, and the program goes on from it."""
+    found = criu.find(criu.SHARED_STATE_DIR)
+    assert found is not None
+    ground, shelf = Ground("store", found.command), opened_shelf(tmp_path / "shelf")
+    with closing(ground):
+        ground.start(tmp_path, 8)
+        ground.dump(tmp_path / "first")
+        first = shelf.pack("first", tmp_path / "first")
+        with shelf.open("first") as opened:
+            opened.unpack(tmp_path / "first-again")
+            maps = opened.page_maps()
+        assert content(tmp_path / "first-again") == content(tmp_path / "first")
+        assert sum(run.pages for runs in maps.values() for run in runs) == first.pages
+        assert any(run.is_lazy for runs in maps.values() for run in runs)
+        (tmp_path / "work").mkdir()
+        ground.restore(tmp_path / "first-again/criu", tmp_path / "work", lazy=False)
+        assert await ask(tmp_path, RIGHT) is True
+        ground.dump(tmp_path / "second")
+    second = shelf.pack("second", tmp_path / "second", base="first")
+    with shelf.open("second") as opened:
+        opened.unpack(tmp_path / "second-again")
+    assert content(tmp_path / "second-again") == content(tmp_path / "second")
+    assert second.pages_base > 8 * MIB // PAGE_BYTES
+    assert second.file_bytes < first.file_bytes / 4
 
 
 def make_image(images: ImageStore, name: str, folder: Path) -> Template:
