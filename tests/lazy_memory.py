@@ -35,7 +35,64 @@ class Area:
         return ctypes.string_at(self.at + first, (self.size if last is None else last) - first)
     def is_right(self):
         return hashlib.sha256(self.bytes()).hexdigest() == self.content
+    def is_zero(self, first=0, last=None):
+        return not any(self.bytes(first, last))
 areas = {name: Area(name, 1024) for name in ("moved", "dropped", "unmapped", "forked", "protected", "grown")}
+def checked(result):
+    if result in (-1, 2**64 - 1):
+        raise OSError(ctypes.get_errno(), "mapping")
+    return result
+def remap(area, size, to=None):  # to another address, or longer where that is
+    flags = 1 if to is None else 3
+    words = [ctypes.c_void_p(area.at), ctypes.c_size_t(area.size), ctypes.c_size_t(size), flags, ctypes.c_void_p(to)]
+    area.at, area.size = checked(libc.mremap(*words)), size
+def advise(area, first, last, advice=4):
+    checked(libc.madvise(ctypes.c_void_p(area.at + first), ctypes.c_size_t(last - first), advice))
+def forked(check):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if check() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def move():
+    area, old = areas["moved"], areas["moved"].at
+    remap(area, area.size, checked(libc.mmap(None, ctypes.c_size_t(area.size), 0, 0x22, -1, ctypes.c_long(0))))
+    there = checked(libc.mmap(ctypes.c_void_p(old), ctypes.c_size_t(area.size), 3, 0x32, -1, ctypes.c_long(0)))
+    return there == old and not any(ctypes.string_at(old, area.size)) and area.is_right()
+def drop():
+    area, half = areas["dropped"], areas["dropped"].size // 2
+    advise(area, 0, half)
+    return area.is_zero(0, half) and area.bytes(half) == pattern("dropped", area.size)[half:]
+def unmap():
+    area, first, last = areas["unmapped"], 100 * PAGE, 300 * PAGE
+    checked(libc.munmap(ctypes.c_void_p(area.at + first), ctypes.c_size_t(last - first)))
+    checked(libc.mmap(ctypes.c_void_p(area.at + first), ctypes.c_size_t(last - first), 3, 0x32, -1, ctypes.c_long(0)))
+    whole = pattern("unmapped", area.size)
+    return area.bytes(0, first) == whole[:first] and area.is_zero(first, last) and area.bytes(last) == whole[last:]
+def grow():
+    area, old = areas["grown"], areas["grown"].size
+    remap(area, 3 * old)
+    return area.is_zero(old) and area.bytes(0, old) == pattern("grown", old)
+def protect():
+    area = areas["protected"]
+    checked(libc.mprotect(ctypes.c_void_p(area.at + 7 * PAGE), ctypes.c_size_t(90 * PAGE), 1))
+    return area.is_right()
+def fork_then_drop():  # what the parent gives up after the fork is still the child's
+    area, (reading, writing) = areas["forked"], os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading, 1)
+        os._exit(0 if area.is_right() and forked(area.is_right) == 0 and not any(bytearray(1 << 22)) else 1)
+    advise(area, 0, area.size)
+    os.write(writing, b"1")
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(reading), os.close(writing)
+    return code == 0 and area.is_zero()
+def run_program():
+    code = os.spawnv(os.P_WAIT, "/bin/true", ["true"])
+    pid = os.fork()
+    if pid == 0:
+        os.execv("/bin/true", ["true"])
+    return code == 0 and os.waitpid(pid, 0)[1] == 0
 ballast = bytearray(pattern("ballast", mib << 20))
 expected = hashlib.sha256(ballast).hexdigest()
 table = {n: str(n) * 3 for n in range(50000)}
@@ -51,11 +108,6 @@ def watch(step):  # a thread that looks at all memory, again and again; from the
 go = threading.Event()
 for step in (1, 3):
     threading.Thread(target=watch, args=(step,), daemon=True).start()
-def forked(check):
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if check() else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 server = socket.socket(socket.AF_UNIX)
 server.bind(folder + "/program.sock")
 server.listen(8)

@@ -1,0 +1,278 @@
+"""Memory on demand: right bytes or none, whatever the programs, the snapshot or the pager do meanwhile."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from barchan.backends.container import criu
+from barchan.backends.container.pager import Pager
+from barchan.errors import BackendError, SnapshotCorrupt
+from barchan.snapshot.pager.keeper import Group
+from barchan.snapshot.pager.link import PagerLink
+from barchan.snapshot.pager.served import Served
+from barchan.snapshot.pager.source import Chunks, Source
+from barchan.snapshot.shelf import Shelf
+from tests.lazy_memory import Ground, ask
+from tests.leaks import processes
+
+pytestmark = [pytest.mark.requires("root", "cgroup", "criu"), pytest.mark.timeout(120)]
+
+MIB = 48
+RIGHT = "hashlib.sha256(ballast).hexdigest() == expected and table_is_right()"
+AREAS_RIGHT = "all(area.is_right() for area in areas.values())"
+WATCH = "go.set()"
+MEANWHILE = [
+    "fork_then_drop()",
+    "move()",
+    "drop()",
+    "unmap()",
+    "grow()",
+    "protect()",
+    "run_program()",
+    "forked(table_is_right) == 0",
+    "not any(bytearray(30 << 20))",
+]
+
+
+class Dumped:
+    """A program's memory as snapshot `snap_1` on a shelf, and CRIU's images without what comes on demand."""
+
+    def __init__(self, folder: Path, ground: Ground) -> None:
+        self.folder = folder
+        self.ground = ground
+        self.shelf = Shelf(folder / "shelf")
+        self.rest = folder / "rest" / "criu"
+
+    async def restore(self, work: Path) -> None:
+        await asyncio.to_thread(self.ground.restore, self.rest, work, lazy=True)
+
+    async def ask(self, expression: str) -> object:
+        async with asyncio.timeout(60):
+            return await ask(self.folder, expression)
+
+    async def gone(self) -> None:
+        """Wait until no program is left."""
+        async with asyncio.timeout(30):
+            while self.ground.pids():
+                await asyncio.sleep(0.02)
+
+    def was_wrong(self) -> bool:
+        return (self.folder / "wrong").exists()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dumped]:
+    found = criu.find(Path("/nonexistent"))
+    assert found is not None
+    folder = tmp_path_factory.mktemp("pager")
+    ground = Ground("pager", found.command)
+    try:
+        dumped = Dumped(folder, ground)
+        dumped.shelf.start()
+        ground.start(folder, MIB)
+        assert asyncio.run(ask(folder, f"{RIGHT} and {AREAS_RIGHT}")) is True
+        ground.dump(folder / "memory")
+        dumped.shelf.pack("snap_1", folder / "memory")
+        with dumped.shelf.open("snap_1") as file:
+            file.unpack(folder / "rest", leave_lazy=True)
+        yield dumped
+    finally:
+        ground.close()
+
+
+@pytest.fixture
+async def dumped(made: Dumped) -> AsyncIterator[Dumped]:
+    """Nothing runs before and after a test."""
+    yield made
+    Group(os.fspath(made.ground.group)).kill()
+    await made.gone()
+
+
+class Node:
+    """What a node does with a pager."""
+
+    def __init__(self, dumped: Dumped, state_dir: Path) -> None:
+        self.dumped = dumped
+        self.state_dir = state_dir
+        self.failed: list[tuple[str, str, int]] = []  # and how many programs lived when it was told
+        self.pager = Pager(state_dir, dumped.shelf.root, self._on_failed)
+
+    def _on_failed(self, sandbox_id: str, cause: str) -> None:
+        self.failed.append((sandbox_id, cause, len(self.dumped.ground.pids())))
+
+    def pids(self) -> list[int]:
+        """Of the pager and its keeper, in this order."""
+        directory = str(self.state_dir / "pager")
+        found = [pid for pid, argv in processes() if directory in argv and "barchan.snapshot.pager" in argv]
+        parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
+        return sorted(found, key=lambda pid: parents[pid] in found)
+
+    async def restore_and_stop_pager(self) -> PagerLink:
+        """Restore, and stop the pager with SIGSTOP before all memory is there; it may take some tries."""
+        while True:
+            link = await self.pager.serve("sb_1", "snap_1", self.dumped.ground.group)
+            await self.dumped.restore(link.directory)
+            os.kill(self.pids()[0], signal.SIGSTOP)
+            await asyncio.sleep(0.05)  # for what it has said before
+            if self.pager.link("sb_1") is not None:
+                return link
+            os.kill(self.pids()[0], signal.SIGCONT)
+            Group(os.fspath(self.dumped.ground.group)).kill()
+            await self.dumped.gone()
+
+
+@pytest.fixture
+async def node(dumped: Dumped, tmp_path: Path) -> AsyncIterator[Node]:
+    made = Node(dumped, tmp_path)
+    yield made
+    await made.pager.close()
+    for pid in made.pids():
+        os.kill(pid, signal.SIGKILL)
+
+
+class NoKeeper:
+    """In place of the process: here the test itself does not die."""
+
+    def enter(self, group: Group) -> int:
+        return 0
+
+    def leave(self, entry: int) -> None:
+        return
+
+
+async def test_programs_may_do_anything_before_their_memory_is_there(dumped: Dumped, tmp_path: Path) -> None:
+    """Threads, forks, moved, dropped, unmapped and grown areas: each byte is what it would be without the pager."""
+
+    async def before_end(sandbox_id: str, error: BaseException) -> None:
+        raise AssertionError(f"{sandbox_id} was ended") from error
+
+    turn = asyncio.Lock()
+    with ThreadPoolExecutor(2) as executor:
+        source = Source(dumped.shelf.open("snap_1"), Chunks())
+        group, keeper = os.fspath(dumped.ground.group), NoKeeper()
+        served = Served("sb_1", source, tmp_path / "work", group, keeper, executor, turn, before_end)  # type: ignore[arg-type]
+        serving = asyncio.create_task(served.run())
+        async with turn:  # nothing comes unasked
+            await dumped.restore(tmp_path / "work")
+            done = {expression: await dumped.ask(expression) for expression in MEANWHILE}
+            assert not serving.done()
+            await dumped.ask(WATCH)
+        placed = await serving
+        assert done == dict.fromkeys(MEANWHILE, True)
+        assert await dumped.ask(RIGHT) is True
+        assert placed.faults > 100
+        assert placed.streamed_bytes > 0
+        assert not dumped.was_wrong()
+        assert not (tmp_path / "work").exists()
+
+
+async def test_all_of_it_again_while_memory_streams_in(node: Node) -> None:
+    """The same with the pager's own process, which hurries; afterwards memory is ordinary, and the pager waits."""
+    link = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    await node.dumped.restore(link.directory)
+    await node.dumped.ask(WATCH)
+    done = {expression: await node.dumped.ask(expression) for expression in MEANWHILE}
+    assert done == dict.fromkeys(MEANWHILE, True)
+    placed = await link.complete()
+    assert await node.dumped.ask(RIGHT) is True
+    assert placed.faulted_bytes + placed.streamed_bytes > MIB << 20
+    assert node.pager.link("sb_1") is None
+    assert not link.directory.exists()
+    assert not node.dumped.was_wrong()
+    await link.drop()
+    assert len(node.dumped.ground.pids()) == 1
+
+
+async def test_a_killed_pager_takes_the_sandbox_with_it(node: Node) -> None:
+    """Nobody sees a page that is missing: the node is told first, then the keeper ends the programs."""
+    link = await node.restore_and_stop_pager()
+    asking = asyncio.create_task(node.dumped.ask(WATCH))
+    os.kill(node.pids()[0], signal.SIGKILL)
+    with pytest.raises(BackendError, match="the pager died"):
+        await link.complete()
+    ((sandbox_id, _, alive),) = node.failed
+    assert (sandbox_id, alive) == ("sb_1", 1)
+    await node.dumped.gone()
+    assert not node.dumped.was_wrong()
+    await asyncio.gather(asking, return_exceptions=True)
+    again = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    await node.dumped.restore(again.directory)
+    assert await node.dumped.ask(RIGHT) is True
+    await again.complete()
+
+
+async def test_a_pager_without_keeper_ends_its_work_and_no_other(node: Node) -> None:
+    """The sandbox gets its memory; the next one gets another pager."""
+    link = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    pager, keeper = node.pids()
+    os.kill(keeper, signal.SIGKILL)
+    await node.dumped.restore(link.directory)
+    assert await node.dumped.ask(RIGHT) is True
+    await link.complete()
+    await node.pager.start()
+    assert pager not in node.pids()
+    assert node.failed == []
+
+
+async def test_a_damaged_chunk_ends_the_sandbox(node: Node, tmp_path: Path) -> None:
+    """The node is told why while the programs still live; none of them reads a wrong byte."""
+    shelf = tmp_path / "shelf"
+    shutil.copytree(node.dumped.shelf.root, shelf, symlinks=True)
+    (packed,) = [path for path in shelf.iterdir() if not path.is_symlink()]
+    content = bytearray(packed.read_bytes())
+    for at in range(len(content) // 2, len(content) // 2 + (4 << 20), 64 << 10):
+        content[at] ^= 1
+    packed.write_bytes(content)
+    other = Node(node.dumped, tmp_path)
+    other.pager = Pager(tmp_path, shelf, other._on_failed)
+    link = await other.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    await node.dumped.restore(link.directory)
+    asking = asyncio.create_task(node.dumped.ask(WATCH))
+    with pytest.raises(SnapshotCorrupt):
+        await link.complete()
+    ((sandbox_id, cause, alive),) = other.failed
+    assert (sandbox_id, alive) == ("sb_1", 1)
+    assert "sha256" in cause
+    await node.dumped.gone()
+    assert not node.dumped.was_wrong()
+    await asyncio.gather(asking, return_exceptions=True)
+    await other.pager.close()
+
+
+async def test_a_node_finds_what_the_one_before_had_begun(node: Node) -> None:
+    """A pager outlives its node, and goes on."""
+    first = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    await node.pager.close()
+    assert await node.pager.take_over() == ["sb_1"]
+    link = node.pager.link("sb_1")
+    assert link is not None
+    assert link.directory == first.directory
+    await node.dumped.restore(link.directory)
+    await link.complete()
+    assert await node.dumped.ask(RIGHT) is True
+
+
+async def test_a_sandbox_that_is_ended_meanwhile_leaves_nothing(node: Node) -> None:
+    """Before CRIU came, after its failure, and while memory comes in."""
+    link = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    await link.drop()
+    assert not link.directory.exists()
+    link = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    _, writer = await asyncio.open_unix_connection(link.directory / "lazy-pages.socket")
+    writer.close()  # as a CRIU that fails
+    with pytest.raises(BackendError, match="CRIU ended"):
+        await link.complete()
+    assert not link.directory.exists()
+    link = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    await node.dumped.restore(link.directory)
+    Group(os.fspath(node.dumped.ground.group)).kill()
+    await node.dumped.gone()
+    await link.complete()
+    assert not link.directory.exists()
+    assert node.failed == []
