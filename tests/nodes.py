@@ -26,6 +26,7 @@ FILES = frozenset(
         "node.lock",
         "node.log",
         "reader.log",
+        "snapshots",
         "start.lock",
         "supervisor.log",
         "token",
