@@ -7,6 +7,8 @@ A file is sent after those that it needs, so what can be found is complete; it i
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from msgspec import Struct
@@ -54,7 +56,7 @@ async def push(
     digest = (await asyncio.to_thread(images.resolve, template)).digest
     entry = await asyncio.to_thread(shelf.entry, snapshot_id)
     sent = 0
-    with shelf.holding(needed := (*entry.bases, entry.digest)):
+    async with _holding(shelf, needed := (*entry.bases, entry.digest)):
         for one in needed:
             sent += await _send(shelf, one, store, progress)
     return SnapshotPushed(template=digest, memory=entry.digest, bytes_sent=image.bytes_sent + sent)
@@ -89,7 +91,7 @@ async def pull(
     found = await fetch(images, template, store, local_name=local_name)
     header = await _header(store, memory)
     needed = (*header.bases, memory)
-    with shelf.holding(needed):
+    async with _holding(shelf, needed):
         for digest in needed:
             if not shelf.has(digest):
                 await _bring(shelf, digest, store, progress)
@@ -99,6 +101,17 @@ async def pull(
 
 def memory_key(digest: str) -> str:
     return f"memory/{digest}.mem"
+
+
+@asynccontextmanager
+async def _holding(shelf: Shelf, digests: tuple[str, ...]) -> AsyncIterator[None]:
+    """As `Shelf.holding`, whose end may remove large files, in threads."""
+    entered = ExitStack()
+    try:
+        await finished(asyncio.to_thread(entered.enter_context, shelf.holding(digests)))
+        yield
+    finally:
+        await finished(asyncio.to_thread(entered.close))
 
 
 async def _send(shelf: Shelf, digest: str, store: BlobStore, progress: Progress) -> int:
