@@ -26,6 +26,7 @@ INCOMPAT_CHUNKED_FILE = 0x4
 INODE = Record("<HHHHQIIIIqII")
 INODE_BYTES = 64
 SLOT_BYTES = 32  # inode numbers count these
+IDENTITY_AT, IDENTITY_BYTES = 1072, 16  # in the first block; what tells one file system from another
 PLAIN, INLINE, CHUNKS = 0, 2, 4
 DIRENT = Record("<QHBx")
 HOLE = 0xFFFFFFFF

@@ -5,8 +5,6 @@ Everything here blocks, and is called in threads. A packer dies with the thread 
 
 import errno
 import hashlib
-import os
-import stat
 import subprocess
 from collections.abc import Collection
 from pathlib import Path
@@ -15,10 +13,10 @@ from typing import BinaryIO
 from msgspec import Struct
 
 from barchan.errors import BackendError, CapacityError, Conflict, InvalidSpec, RequirementMissing
-from barchan.image.erofs import CHUNKS, Erofs, Inode
+from barchan.image.erofs import IDENTITY_AT, IDENTITY_BYTES
 from barchan.image.store import NewLayer
 from barchan.image.template import Layer, LayerKind
-from barchan.image.tools import require, run
+from barchan.image.unpack import unpack
 
 PACKER = Path(__file__).parents[1] / "_guest" / "barchan-pack"
 # Every file of a layer that is made from a tree of this host bears this time (2000-01-01): a digest must not depend on
@@ -29,7 +27,6 @@ REASON_CHARS_MAX = 1500
 _PIECE_BYTES = 1 << 20
 _INPUT, _ROOM = 3, 4  # exit codes of the packer: the input can't be a layer; the disk is full
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-_IDENTITY_AT, _IDENTITY_BYTES = 1072, 16  # in the superblock
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -108,40 +105,13 @@ def make_layer(tree: Path, workspace: Path, kind: LayerKind, limits: Limits = DE
 
 
 def keep_as(packed: Path, digest: str, workspace: Path, kind: LayerKind) -> NewLayer:
-    """A packed layer in the form in which the store shall keep it; `dir` unpacks it into `workspace` and removes it.
-
-    Raises:
-        RequirementMissing: `kind` is `dir`, and erofs-utils is not installed.
-    """
+    """A packed layer in the form in which the store shall keep it; `dir` unpacks it into `workspace` and removes it."""
     if kind != "dir":
         return NewLayer(Layer(digest, "erofs"), packed)
     unpacked = workspace / f"{digest}.dir"
-    fsck = require("fsck.erofs", "erofs-utils", needed_for="unpacking a layer")
-    run([fsck, "-d1", f"--extract={unpacked}", "--preserve", packed])
-    with Erofs.open(packed) as layer:
-        for name, inode in layer.walk():  # which fsck.erofs leaves behind: attributes, and the mode of the root
-            path = os.fsencode(unpacked) + b"/" + name
-            for key, value in layer.xattrs(inode).items():
-                os.setxattr(path, key, value, follow_symlinks=False)
-            if inode.layout == CHUNKS:
-                _refill(path, layer, inode)
-        unpacked.chmod(stat.S_IMODE(layer.root.mode))
+    unpack(packed, unpacked)
     packed.unlink()
     return NewLayer(Layer(digest, "dir"), unpacked)
-
-
-def _refill(path: bytes, layer: Erofs, inode: Inode) -> None:
-    """Write a file with holes once more: fsck.erofs 1.5 puts what follows one in the wrong place."""
-    with open(path, "wb") as file:
-        position = 0
-        for at, size in layer.extents(inode, 0, inode.size):
-            for start in range(position, position + size if at is not None else position, _PIECE_BYTES):
-                file.seek(start)
-                file.write(layer.read(inode, start, min(_PIECE_BYTES, position + size - start)))
-            position += size
-        file.truncate(inode.size)
-        os.fchmod(file.fileno(), stat.S_IMODE(inode.mode))
-    os.utime(path, ns=(inode.mtime_ns, inode.mtime_ns))
 
 
 def make_distinct(packed: Path, digests: Collection[str]) -> str:
@@ -155,9 +125,9 @@ def make_distinct(packed: Path, digests: Collection[str]) -> str:
     """
     with packed.open("r+b") as file:
         while (digest := hashlib.file_digest(file, "sha256").hexdigest()) in digests:
-            file.seek(_IDENTITY_AT)
-            identity = hashlib.sha256(file.read(_IDENTITY_BYTES)).digest()[:_IDENTITY_BYTES]
-            file.seek(_IDENTITY_AT)
+            file.seek(IDENTITY_AT)
+            identity = hashlib.sha256(file.read(IDENTITY_BYTES)).digest()[:IDENTITY_BYTES]
+            file.seek(IDENTITY_AT)
             file.write(identity)
             file.seek(0)
     return digest

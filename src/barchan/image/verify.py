@@ -1,5 +1,6 @@
 """Whether what is stored is what was stored: every layer, template and cached chunk against its digest."""
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -9,15 +10,19 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
-from barchan.errors import BlobCorrupt, NotFound
+from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
 from barchan.image.compose import config_of
+from barchan.image.erofs import IDENTITY_AT, IDENTITY_BYTES
 from barchan.image.index import SUFFIX, layer_file
 from barchan.image.lazy.cache import PRESENT, read_notes
 from barchan.image.local import CACHE
+from barchan.image.pack import pack_tree
 from barchan.image.store import ImageStore
 from barchan.image.template import Layer, Template, template_digest
+from barchan.image.unpack import IDENTITY
 
 Progress = Callable[[str], None]
+AGAIN = "(try: remove its images, then build or pull them again)"
 
 
 class Damage(Struct, frozen=True, kw_only=True):
@@ -40,10 +45,11 @@ class VerifyReport(Struct, frozen=True, kw_only=True):
 def verify(store: ImageStore, names: Sequence[str], progress: Progress) -> VerifyReport:
     """Read everything that these images need (none given: all of the store). It blocks for as long as that takes.
 
-    Of a layer that is a directory only the presence is checked: its digest is that of another form.
+    A layer that is a directory is packed again, for which there must be room; of one that doesn't say which layer it
+    is, only the presence is checked.
 
     Raises:
-        NotFound: There is no image of one of the names.
+        NotFound: There is no image of one of the names. CapacityError: The disk is full.
     """
     damages: list[Damage] = []
     templates: list[Template] = []
@@ -100,15 +106,35 @@ def _check(store: ImageStore, layer: Layer) -> int:
     path = store.layer_path(layer)
     try:
         if layer.kind == "dir":
-            os.stat(path)
-            return 0
+            return _check_directory(store, path, layer.digest)
         if layer.kind == "lazy":
             return _check_cached(path, store.root.parent / CACHE, layer.digest)
         verify_layer(path, layer.digest)
         return path.stat().st_size
     except FileNotFoundError:
-        remedy = "(try: remove its images, then build or pull them again)"
-        raise NotFound(f"{path.name} is missing {remedy}") from None
+        raise NotFound(f"{path.name} is missing {AGAIN}") from None
+
+
+def _check_directory(store: ImageStore, tree: Path, digest: str) -> int:
+    """Bytes of the layer that a directory packs to, if it does; 0: it was made otherwise than by `image.unpack`."""
+    try:
+        identity = os.getxattr(tree, IDENTITY)
+    except OSError as error:
+        if error.errno not in (errno.ENODATA, errno.ENOTSUP):
+            raise
+        return 0
+    with store.workspace() as workspace:
+        packed = workspace / "layer.erofs"
+        try:
+            pack_tree(tree, packed)
+        except InvalidSpec as error:
+            raise BlobCorrupt(f"{tree.name} is damaged: {error} {AGAIN}") from error
+        with packed.open("r+b") as file:
+            os.pwrite(file.fileno(), identity[:IDENTITY_BYTES], IDENTITY_AT)
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != digest:
+            raise BlobCorrupt(f"{tree.name} is damaged: packed again its sha256 is {found}, not {digest} {AGAIN}")
+        return packed.stat().st_size
 
 
 def _check_cached(path: Path, cache: Path, digest: str) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from barchan.errors import InvalidSpec, NotFound, RequirementMissing
-from barchan.image import pack, tools
+from barchan.image import pack
 from barchan.image.directory import check_tree, default_user, import_directory
 from barchan.image.store import ImageStore
 from barchan.image.template import LayerKind, Template, TemplateConfig
@@ -44,7 +44,6 @@ def test_the_same_tree_gives_the_same_digest(tmp_path: Path) -> None:
     assert len({one.digest, mode.digest, content.digest}) == 3
 
 
-@pytest.mark.requires("fsck.erofs")
 def test_a_layer_kept_as_a_directory_has_the_digest_of_its_file(tmp_path: Path) -> None:
     """Where the kernel can't mount EROFS files a layer is unpacked, under the same digest, with modes and links."""
     tree = make_tree(tmp_path / "tree", ("a/x", "b"))
@@ -124,12 +123,9 @@ def test_the_default_user_is_one_the_tree_has(tmp_path: Path) -> None:
 
 
 def test_a_missing_tool_is_named_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`RequirementMissing` says which program is missing and how to install it; nothing is left in the store."""
-    monkeypatch.setattr(tools, "TOOL_PATH", str(tmp_path))
+    """`RequirementMissing` says which program is missing and how to get it; nothing is left in the store."""
     (tmp_path / "tree").mkdir()
     store = ImageStore(tmp_path / "images")
-    with pytest.raises(RequirementMissing, match=r"fsck.erofs \(try: apt-get install erofs-utils\)"):
-        imported(store, tmp_path / "tree", "x", "dir")
     monkeypatch.setattr(pack, "PACKER", tmp_path / "barchan-pack")
     with pytest.raises(RequirementMissing, match=r"barchan-pack, which was not built \(try: make setup"):
         imported(store, tmp_path / "tree", "x")

@@ -172,7 +172,7 @@ def test_equal_layers_are_made_distinct(tmp_path: Path) -> None:
 HOLES = b"a" * 70_000 + bytes(400_000) + b"b" * 5_000 + bytes(300_000) + b"c"
 
 
-@pytest.mark.requires("root", "fsck.erofs")
+@pytest.mark.requires("root")
 def test_a_layer_as_a_directory_says_the_same_to_those_below(tmp_path: Path) -> None:
     """Whiteouts, opaque directories, attributes and the mode of the root are there, too."""
     made = io.BytesIO()

@@ -356,7 +356,7 @@ async def test_what_goes_out_comes_back_the_same(tmp_path: Path, store: ImageSto
     assert sorted(left(store)) == sorted([*(f"{layer.digest}.erofs" for layer in made.layers), "mine.json"])
 
 
-@pytest.mark.requires("root", "fsck.erofs")
+@pytest.mark.requires("root")
 async def test_a_layer_kept_as_a_directory_is_packed_once(
     tmp_path: Path, store: ImageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
