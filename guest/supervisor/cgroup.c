@@ -22,8 +22,6 @@
 #define TCP_SHARE 4
 #define STALE_WAIT_NS (5 * NS_PER_S)
 
-enum { MEMORY, PIDS, CPU, UNIFIED, HIERARCHIES };
-
 static struct {
 	const char *name;
 	int mount_fd, base_fd; /* the hierarchy's root, and /barchan/NAME in it; -1: absent */
@@ -34,11 +32,17 @@ static bool moves_favoured;
 
 struct limits {
 	uint64_t memory_bytes, pids, cpu_us;
+	bool batch;
 };
 
 static int base(int hierarchy)
 {
 	return hierarchies[hierarchy].base_fd;
+}
+
+int cgroup_base(int hierarchy)
+{
+	return base(hierarchy);
 }
 
 bool cgroup_is_v2(void)
@@ -232,6 +236,15 @@ static int write_leaf(int fd, const char *name, const char *file, const char *te
 	return write_at(fd, path, text);
 }
 
+/* Scheduled like a program of the class SCHED_IDLE: only when no other wants the processor. Kernels before 5.15 know the
+ * smallest share only. */
+static int be_batch(int fd, const char *name, const char *share, const char *least)
+{
+	if (write_leaf(fd, name, "cpu.idle", "1") == 0)
+		return 0;
+	return errno == ENOENT ? write_leaf(fd, name, share, least) : -1;
+}
+
 static int limit_v1(int hierarchy, const char *name, const struct limits *limits)
 {
 	char text[24];
@@ -256,7 +269,9 @@ static int limit_v1(int hierarchy, const char *name, const struct limits *limits
 		return write_leaf(base(PIDS), name, "pids.max", text);
 	default:
 		snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->cpu_us);
-		return limits->cpu_us ? write_leaf(base(CPU), name, "cpu.cfs_quota_us", text) : 0;
+		if (limits->cpu_us && write_leaf(base(CPU), name, "cpu.cfs_quota_us", text) < 0)
+			return -1;
+		return limits->batch ? be_batch(base(CPU), name, "cpu.shares", "2") : 0;
 	}
 }
 
@@ -273,7 +288,9 @@ static int limit_v2(const char *path, const struct limits *limits)
 	if (!options.no_pids_limit && write_leaf(base(UNIFIED), path, "pids.max", text) < 0)
 		return -1;
 	snprintf(text, sizeof(text), "%llu " CPU_PERIOD, (unsigned long long)limits->cpu_us);
-	return limits->cpu_us ? write_leaf(base(UNIFIED), path, "cpu.max", text) : 0;
+	if (limits->cpu_us && write_leaf(base(UNIFIED), path, "cpu.max", text) < 0)
+		return -1;
+	return limits->batch ? be_batch(base(UNIFIED), path, "cpu.weight", "1") : 0;
 }
 
 static int give_to_init(const struct sandbox *sandbox, const char *path)
@@ -283,16 +300,33 @@ static int give_to_init(const struct sandbox *sandbox, const char *path)
 	return fchownat(base(UNIFIED), path, uid, uid, AT_SYMLINK_NOFOLLOW);
 }
 
-static int make_leaf(const struct sandbox *sandbox, enum leaf leaf, const struct limits *limits)
+static void leaf_path(const struct sandbox *sandbox, enum leaf leaf, char path[LEAF_PATH_MAX])
+{
+	snprintf(path, LEAF_PATH_MAX, "%s/%s", sandbox->id, leaf == LEAF_PLATFORM ? "platform" : "guest");
+}
+
+static int limit_leaf(const struct sandbox *sandbox, enum leaf leaf, const struct limits *limits)
 {
 	char name[ID_MAX + 16], path[LEAF_PATH_MAX];
 
 	leaf_name(sandbox, leaf, name);
 	for (int i = 0; i < UNIFIED && !pure_v2; i++)
-		if (base(i) >= 0 && (mkdirat(base(i), name, 0755) < 0 || limit_v1(i, name, limits) < 0))
+		if (base(i) >= 0 && limit_v1(i, name, limits) < 0)
 			return -1;
-	snprintf(path, sizeof(path), "%s/%s", sandbox->id, leaf == LEAF_PLATFORM ? "platform" : "guest");
-	if (mkdirat(base(UNIFIED), path, 0755) < 0 || (pure_v2 && limit_v2(path, limits) < 0))
+	leaf_path(sandbox, leaf, path);
+	return pure_v2 ? limit_v2(path, limits) : 0;
+}
+
+static int make_leaf(const struct sandbox *sandbox, enum leaf leaf)
+{
+	char name[ID_MAX + 16], path[LEAF_PATH_MAX];
+
+	leaf_name(sandbox, leaf, name);
+	for (int i = 0; i < UNIFIED && !pure_v2; i++)
+		if (base(i) >= 0 && mkdirat(base(i), name, 0755) < 0)
+			return -1;
+	leaf_path(sandbox, leaf, path);
+	if (mkdirat(base(UNIFIED), path, 0755) < 0)
 		return -1;
 	/* The init makes a child cgroup per start and moves programs there. */
 	if (give_to_init(sandbox, path) < 0)
@@ -321,12 +355,34 @@ int cgroup_make_init(const struct sandbox *sandbox)
 
 int cgroup_make_guest(const struct sandbox *sandbox)
 {
-	const struct spec *spec = &sandbox->spec;
-
-	return make_leaf(sandbox, LEAF_GUEST, &(struct limits){spec->memory_bytes, spec->pids, spec->cpu_us});
+	if (make_leaf(sandbox, LEAF_GUEST) < 0)
+		return -1;
+	/* Nothing runs there before a slot is claimed. */
+	return sandbox->as_slot.is_slot ? 0 : cgroup_limit_guest(sandbox);
 }
 
-/* The calling process, as --init-in-guest-leaf has it. */
+/* Also once more, after a restore that needed more. */
+int cgroup_limit_guest(const struct sandbox *sandbox)
+{
+	const struct spec *spec = &sandbox->spec;
+
+	return limit_leaf(sandbox, LEAF_GUEST, &(struct limits){spec->memory_bytes, spec->pids, spec->cpu_us, spec->batch});
+}
+
+/* One of its own, in which a process is to be born; returns its open directory of the version 2 hierarchy. */
+int cgroup_make_group(const char *name, uint64_t memory_bytes, uint64_t pids)
+{
+	const struct limits limits = {memory_bytes, pids, 0, false};
+
+	for (int i = 0; i < CPU && !pure_v2; i++)
+		if (mkdirat(base(i), name, 0755) < 0 || limit_v1(i, name, &limits) < 0)
+			return -1;
+	if (mkdirat(base(UNIFIED), name, 0755) < 0 || (pure_v2 && limit_v2(name, &limits) < 0))
+		return -1;
+	return openat(base(UNIFIED), name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+}
+
+/* The calling process: a restore is in there, and --init-in-guest-leaf starts so. */
 int cgroup_enter_guest(const struct sandbox *sandbox)
 {
 	for (int i = 0; i < UNIFIED && !pure_v2; i++)
@@ -337,7 +393,9 @@ int cgroup_enter_guest(const struct sandbox *sandbox)
 
 int cgroup_make_platform(const struct sandbox *sandbox)
 {
-	return make_leaf(sandbox, LEAF_PLATFORM, &(struct limits){PLATFORM_MEMORY_BYTES, PLATFORM_PIDS, 0});
+	if (make_leaf(sandbox, LEAF_PLATFORM) < 0)
+		return -1;
+	return limit_leaf(sandbox, LEAF_PLATFORM, &(struct limits){PLATFORM_MEMORY_BYTES, PLATFORM_PIDS, 0, false});
 }
 
 /* What HELLO hands to the init; opened here, so that writing to them is judged by the supervisor's rights. */
@@ -360,7 +418,7 @@ int cgroup_open_leaf(const struct sandbox *sandbox, enum leaf leaf, struct leaf_
 	leaf_fds->procs_count = leaf_fds->count;
 	if (options.no_exec_cgroup)
 		return 0;
-	snprintf(path, sizeof(path), "%s/%s", sandbox->id, leaf == LEAF_PLATFORM ? "platform" : "guest");
+	leaf_path(sandbox, leaf, path);
 	int fd = openat(base(UNIFIED), path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	if (fd < 0)
 		return -1;

@@ -63,7 +63,7 @@ static int send_hello(int fd, const struct leaf_fds *leaves, unsigned leaf_count
 }
 
 /* Never blocks: an init that doesn't accept makes connect fail with EAGAIN once its backlog is full. */
-static int connect_to(const struct sandbox *sandbox)
+int init_reach(const struct sandbox *sandbox)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
 	struct ucred peer;
@@ -82,14 +82,13 @@ static int connect_to(const struct sandbox *sandbox)
 	return -1;
 }
 
-int init_connect(const struct sandbox *sandbox)
+/* Send HELLO on a new connection. */
+int init_greet(const struct sandbox *sandbox, int fd)
 {
 	struct leaf_fds leaves[LEAVES_MAX];
 	unsigned leaf_count = 0, wanted = sandbox->has_platform ? 2 : 1;
-	int result = 0, fd = connect_to(sandbox);
+	int result = 0;
 
-	if (fd < 0)
-		return -1;
 	while (result == 0 && leaf_count < wanted) {
 		result = cgroup_open_leaf(sandbox, (enum leaf)leaf_count, &leaves[leaf_count]);
 		leaf_count++;
@@ -101,7 +100,14 @@ int init_connect(const struct sandbox *sandbox)
 		for (unsigned k = 0; k < leaves[i].count; k++)
 			close(leaves[i].fds[k]);
 	errno = error;
-	if (result < 0)
+	return result;
+}
+
+int init_connect(const struct sandbox *sandbox)
+{
+	int fd = init_reach(sandbox);
+
+	if (fd >= 0 && init_greet(sandbox, fd) < 0)
 		close_fd(&fd);
 	return fd;
 }

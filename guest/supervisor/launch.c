@@ -27,12 +27,22 @@ int init_binary_fd = -1;
 static enum stage current_stage;
 static int report_fd = -1;
 
+void report_to(int fd)
+{
+	report_fd = fd;
+}
+
+int report_socket(void)
+{
+	return report_fd;
+}
+
 void enter_stage(enum stage stage)
 {
 	current_stage = stage;
 }
 
-static int send_report(enum stage stage, int error, int passed_fd)
+int send_report(enum stage stage, int error, int passed_fd)
 {
 	struct launch_report report = {(int32_t)stage, error};
 	struct iovec vector = {&report, sizeof(report)};
@@ -71,7 +81,8 @@ int receive_report(int fd, struct launch_report *report, int *passed_fd)
 	return length == sizeof(*report) ? 1 : (errno = EPROTO, -1);
 }
 
-static int must(int result)
+/* In a child: what can't fail without the whole failing. */
+int must(int result)
 {
 	if (result >= 0)
 		return result;
@@ -80,14 +91,14 @@ static int must(int result)
 	_exit(1);
 }
 
-static void make_namespaces(void)
+void make_namespaces(void)
 {
 	int flags = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWCGROUP;
 
 	must(unshare(options.no_netns ? flags : flags | CLONE_NEWNET));
 }
 
-static int listen_for_proxy(void)
+int listen_for_proxy(void)
 {
 	struct sockaddr_in address = {
 		.sin_family = AF_INET, .sin_port = htons(PROXY_PORT), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -99,7 +110,7 @@ static int listen_for_proxy(void)
 }
 
 /* Loopback up, and no low ports: no guest has the capability to bind them. Returns the proxy's listener or -1. */
-static int make_network(const struct spec *spec)
+int make_network(const struct spec *spec)
 {
 	struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
 
@@ -138,7 +149,7 @@ static void place_descriptors(int socket_fd, int spool_fd)
 	must(close_range(INIT_SPOOL_FD + 1, ~0U, CLOSE_RANGE_CLOEXEC));
 }
 
-static void reset_signals(void)
+void reset_signals(void)
 {
 	sigset_t none;
 
@@ -148,12 +159,32 @@ static void reset_signals(void)
 	umask(022);
 }
 
-static _Noreturn void become_init(const struct sandbox *sandbox, int userns_fd)
+/* The rest of the way, from root of the sandbox's user namespace. */
+_Noreturn void exec_init(const struct sandbox *sandbox, int spool_fd, int proxy_fd)
 {
 	char root[24];
 	char *const arguments[] = {"barchan-init", "--listen-fd", "3", "--spool-fd", "4", "--spool-max-bytes", INIT_SPOOL_BYTES,
 				   "--root-capabilities", root, NULL};
 	char *const environment[] = {NULL};
+
+	/* Only now: the socket must lie in a mount of the last mount namespace, and belong to an id of the sandbox. */
+	enter_stage(STAGE_SOCKET);
+	place_descriptors(make_init_socket(), spool_fd);
+	enter_stage(STAGE_PRIVILEGES);
+	reset_signals();
+	snprintf(root, sizeof(root), "%llu", (unsigned long long)root_capabilities(&sandbox->spec));
+	must(drop_privileges(&sandbox->spec));
+	enter_stage(STAGE_SECCOMP);
+	must(seccomp_install(sandbox->spec.is_zygote));
+	/* The init accepts once it runs; the supervisor may connect and answer the node meanwhile. */
+	must(send_report(STAGE_READY, 0, proxy_fd));
+	enter_stage(STAGE_EXEC);
+	must((int)syscall(SYS_execveat, init_binary_fd, "", arguments, environment, AT_EMPTY_PATH));
+	_exit(1);
+}
+
+static _Noreturn void become_init(const struct sandbox *sandbox, int userns_fd)
+{
 	struct root_parts parts;
 	int upper_fd = -1;
 
@@ -175,21 +206,11 @@ static _Noreturn void become_init(const struct sandbox *sandbox, int userns_fd)
 	int proxy_fd = make_network(&sandbox->spec);
 	must(root_assemble(sandbox, &parts));
 	enter_stage(STAGE_PRIVILEGES);
-	must(enter_user_namespace(userns_fd));
-	/* Only now: the socket must lie in a mount of the last mount namespace, and belong to an id of the sandbox. */
-	enter_stage(STAGE_SOCKET);
-	place_descriptors(make_init_socket(), spool_fd);
-	enter_stage(STAGE_PRIVILEGES);
-	reset_signals();
-	snprintf(root, sizeof(root), "%llu", (unsigned long long)root_capabilities(&sandbox->spec));
-	must(drop_privileges(&sandbox->spec));
-	enter_stage(STAGE_SECCOMP);
-	must(seccomp_install());
-	/* The init accepts once it runs; the supervisor may connect and answer the node meanwhile. */
-	must(send_report(STAGE_READY, 0, proxy_fd));
-	enter_stage(STAGE_EXEC);
-	must((int)syscall(SYS_execveat, init_binary_fd, "", arguments, environment, AT_EMPTY_PATH));
-	_exit(1);
+	must(leave_host(userns_fd));
+	must(own_namespaces());
+	if (sandbox->as_slot.is_slot)
+		must(root_loosen());
+	exec_init(sandbox, spool_fd, proxy_fd);
 }
 
 /* Fills pid and status_fd. */

@@ -144,10 +144,15 @@ static int run_timers(void)
 	} else {
 		retry_ms = RETRY_MS;
 	}
+	if (!node_is_connected() || shutting_down)
+		slots_drop();
+	else
+		next_ns = earlier(next_ns, slots_fill(now_ns));
 	if (quota_sweep_ns <= now_ns)
 		quota_sweep_ns = pool_drop_stale_quotas() ? now_ns + QUOTA_SWEEP_NS : 0;
 	if (quota_sweep_ns)
 		next_ns = earlier(next_ns, quota_sweep_ns);
+	next_ns = earlier(next_ns, memory_run_timers(now_ns));
 	if (shutting_down)
 		next_ns = earlier(next_ns, shutdown_deadline_ns);
 	if (next_ns == INT64_MAX)

@@ -23,7 +23,7 @@
 #define TERMINALS_MAX "256" /* the host has 4096 for all */
 #define READONLY_SAFE (MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC)
 
-static int holder_fd = -1, dev_fd = -1, sys_fd = -1, masks_fd = -1, host_ns_fd = -1, own_ns_fd = -1;
+static int holder_fd = -1, dev_fd = -1, sys_fd = -1, masks_fd = -1, run_fd = -1, host_ns_fd = -1, own_ns_fd = -1;
 bool detached_clones;
 
 /* Shown below the guest's /sys: what programs count processors and memory nodes by. */
@@ -85,7 +85,7 @@ int mount_set_attributes(int mount_fd, uint64_t attributes, int userns_fd)
 }
 
 /* The last component is never followed when it is a symbolic link: a guest's image may have one there. */
-static int attach(int mount_fd, int dir_fd, const char *path)
+int mount_attach(int mount_fd, int dir_fd, const char *path)
 {
 	return move_mount(mount_fd, "", dir_fd, path, MOVE_MOUNT_F_EMPTY_PATH);
 }
@@ -94,7 +94,7 @@ int mounts_hold(int mount_fd, const char *name)
 {
 	if (mkdirat(holder_fd, name, 0700) < 0 && errno != EEXIST)
 		return -1;
-	return attach(mount_fd, holder_fd, name);
+	return mount_attach(mount_fd, holder_fd, name);
 }
 
 /* --- shared, made at start ---------------------------------------------------------------------------------------- */
@@ -158,7 +158,7 @@ static int make_sys(void)
 	if (mount_set_attributes(sys_fd, READONLY_SAFE, -1) < 0 || mounts_hold(sys_fd, "sys") < 0)
 		return -1;
 	for (size_t i = 0; i < COUNT(shown); i++) {
-		if (shown[i].copy_fd >= 0 && attach(shown[i].copy_fd, sys_fd, shown[i].path) < 0)
+		if (shown[i].copy_fd >= 0 && mount_attach(shown[i].copy_fd, sys_fd, shown[i].path) < 0)
 			return -1;
 		close_fd(&shown[i].copy_fd);
 	}
@@ -175,6 +175,13 @@ static int make_masks(void)
 		return -1;
 	close(file_fd);
 	return mount_set_attributes(masks_fd, READONLY_SAFE, -1) < 0 ? -1 : mounts_hold(masks_fd, "masks");
+}
+
+/* /run of every CRIU, which passes through it as a guest's root, too. */
+static int make_run(void)
+{
+	run_fd = mount_new("tmpfs", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC, (const char *[]){"mode", "0711", "size", "1m", NULL});
+	return run_fd < 0 || mkdirat(run_fd, "job", 0711) < 0 ? -1 : mounts_hold(run_fd, "run");
 }
 
 /* The root of the supervisor's own mount namespace: /proc, and the places where a launch child puts things together. */
@@ -230,7 +237,7 @@ static int make_holder(void)
 		return 0;
 	if (make_own_root() < 0)
 		return -1;
-	return attach(holder_fd, AT_FDCWD, "/sys/held");
+	return mount_attach(holder_fd, AT_FDCWD, "/sys/held");
 }
 
 /* Until mounts_leave_host the host's files are still there under their names. */
@@ -242,7 +249,7 @@ int mounts_open(void)
 	own_ns_fd = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC);
 	if (own_ns_fd < 0)
 		return -1;
-	int (*const steps[])(void) = {look_at_host, make_holder, copy_init, make_dev, make_sys, make_masks};
+	int (*const steps[])(void) = {look_at_host, make_holder, copy_init, make_dev, make_sys, make_masks, make_run};
 	for (size_t i = 0; i < COUNT(steps); i++)
 		if (steps[i]() < 0)
 			return -1;
@@ -271,10 +278,18 @@ int mounts_on_host(int (*run)(const char *path), const char *path)
 	return result;
 }
 
+/* The calling child goes over to a copy of the host's mount namespace. */
+int mounts_copy_host(void)
+{
+	if (setns(host_ns_fd, CLONE_NEWNS) < 0 || unshare(CLONE_NEWNS) < 0)
+		return -1;
+	return mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL);
+}
+
 void mounts_close(void)
 {
 	layers_close();
-	close_fd(&init_binary_fd), close_fd(&dev_fd), close_fd(&sys_fd), close_fd(&masks_fd), close_fd(&holder_fd);
+	close_fd(&init_binary_fd), close_fd(&dev_fd), close_fd(&sys_fd), close_fd(&masks_fd), close_fd(&run_fd), close_fd(&holder_fd);
 }
 
 /* --- the root of one sandbox; runs in the launch child ------------------------------------------------------------ */
@@ -288,8 +303,8 @@ static int idmapped_clone(int fd, int userns_fd)
 	return copy_fd;
 }
 
-/* Copies of the shared mounts, taken while the process is still in the supervisor's mount namespace. */
-int root_collect(const struct sandbox *sandbox, int userns_fd, int upper_fd, struct root_parts *parts)
+/* The layers and the writable one, with the ids of the sandbox. */
+int root_collect_layers(const struct sandbox *sandbox, int userns_fd, int upper_fd, struct root_parts *parts)
 {
 	for (unsigned i = 0; i < sandbox->spec.layer_count; i++) {
 		parts->layers[i] = idmapped_clone(sandbox->spec.layers[i]->fd, userns_fd);
@@ -297,21 +312,29 @@ int root_collect(const struct sandbox *sandbox, int userns_fd, int upper_fd, str
 			return -1;
 	}
 	parts->upper = idmapped_clone(upper_fd, userns_fd);
+	return parts->upper < 0 ? -1 : 0;
+}
+
+/* Copies of the shared mounts, taken while the process is still in the supervisor's mount namespace. */
+int root_collect(const struct sandbox *sandbox, int userns_fd, int upper_fd, struct root_parts *parts)
+{
+	if (!sandbox->as_slot.is_slot && root_collect_layers(sandbox, userns_fd, upper_fd, parts) < 0)
+		return -1;
 	parts->dev = mount_clone(dev_fd, "");
 	parts->sys = mount_clone_with(sys_fd, "", AT_RECURSIVE);
-	return parts->upper < 0 || parts->dev < 0 || parts->sys < 0 ? -1 : 0;
+	return parts->dev < 0 || parts->sys < 0 ? -1 : 0;
 }
 
 static int make_overlay(const struct sandbox *sandbox, const struct root_parts *parts)
 {
 	if (options.writable_layers)
-		return attach(parts->layers[0], AT_FDCWD, "/root");
+		return mount_attach(parts->layers[0], AT_FDCWD, "/root");
 	char path[32], options_text[LAYERS_MAX * 3 + 192];
 	size_t length = (size_t)snprintf(options_text, sizeof(options_text), "lowerdir=");
 
 	for (unsigned i = 0; i < sandbox->spec.layer_count; i++) {
 		snprintf(path, sizeof(path), "/layers/%u", i);
-		if (attach(parts->layers[i], AT_FDCWD, path) < 0)
+		if (mount_attach(parts->layers[i], AT_FDCWD, path) < 0)
 			return -1;
 		length += (size_t)snprintf(options_text + length, sizeof(options_text) - length, i ? ":%u" : "%u", i);
 	}
@@ -319,7 +342,7 @@ static int make_overlay(const struct sandbox *sandbox, const struct root_parts *
 	 * log about uuid=off at each mount, older ones don't know null. */
 	snprintf(options_text + length, sizeof(options_text) - length, ",upperdir=/upper/u,workdir=/upper/w,volatile,redirect_dir=on,metacopy=off,uuid=%s",
 		 detached_clones ? "null" : "off");
-	if (attach(parts->upper, AT_FDCWD, "/upper") < 0 || chdir("/layers") < 0)
+	if (mount_attach(parts->upper, AT_FDCWD, "/upper") < 0 || chdir("/layers") < 0)
 		return -1;
 	return mount("overlay", "/root", "overlay", options.no_caps_drop ? MS_NODEV : MS_NODEV | MS_NOSUID, options_text);
 }
@@ -347,11 +370,40 @@ static int make_root(const struct sandbox *sandbox, const struct root_parts *par
 	return root_fd;
 }
 
+/* The same for a restore, mounted nowhere; CRIU makes the rest of the root. */
+int root_overlay(const struct sandbox *sandbox, const struct root_parts *parts)
+{
+	CLEANUP_FD int root_fd = make_root(sandbox, parts);
+
+	return root_fd < 0 ? -1 : mount_clone(root_fd, "");
+}
+
+/* A copy of the shared mount that a sandbox has at this path. */
+int mounts_part(const char *path)
+{
+	if (strcmp(path, "/dev") == 0)
+		return mount_clone(dev_fd, "");
+	if (strcmp(path, "/sys") == 0)
+		return mount_clone(sys_fd, "");
+	for (size_t i = 0; i < COUNT(shown); i++)
+		if (strncmp(path, "/sys/", 5) == 0 && strcmp(path + 5, shown[i].path) == 0)
+			return mount_clone(sys_fd, shown[i].path);
+	for (size_t i = 0; i < COUNT(protections); i++)
+		if (strncmp(path, "/proc/", 6) == 0 && strcmp(path + 6, protections[i].name) == 0 && protections[i].how != MAKE_READONLY)
+			return mount_clone(masks_fd, protections[i].how == MASK_FILE ? "file" : "dir");
+	return errno = EINVAL, -1;
+}
+
+int mounts_run(void)
+{
+	return mount_clone(run_fd, "");
+}
+
 static int attach_new(int dir_fd, const char *path, const char *type, unsigned attributes, const char *const *pairs)
 {
 	CLEANUP_FD int mount_fd = mount_new(type, attributes, pairs);
 
-	return mount_fd < 0 ? -1 : attach(mount_fd, dir_fd, path);
+	return mount_fd < 0 ? -1 : mount_attach(mount_fd, dir_fd, path);
 }
 
 static int make_dev_mounts(const struct sandbox *sandbox, int root_fd, const struct root_parts *parts)
@@ -361,7 +413,7 @@ static int make_dev_mounts(const struct sandbox *sandbox, int root_fd, const str
 	snprintf(init_id, sizeof(init_id), "%u", sandbox->uid_base + init_uid());
 	snprintf(tty_gid, sizeof(tty_gid), "%u", sandbox->uid_base + 5);
 	snprintf(shm_bytes, sizeof(shm_bytes), "%llu", (unsigned long long)sandbox->spec.shm_bytes);
-	if (attach(parts->dev, root_fd, "dev") < 0 ||
+	if (mount_attach(parts->dev, root_fd, "dev") < 0 ||
 	    attach_new(parts->dev, "pts", "devpts", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC,
 		       (const char *[]){"gid", tty_gid, "mode", "0620", "ptmxmode", "0666", "max", TERMINALS_MAX, NULL}) < 0 ||
 	    attach_new(parts->dev, "shm", "tmpfs", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV,
@@ -381,35 +433,41 @@ static int protect_proc(int proc_fd)
 		CLEANUP_FD int copy_fd = readonly ? mount_clone(proc_fd, protections[i].name)
 						  : mount_clone(masks_fd, protections[i].how == MASK_FILE ? "file" : "dir");
 		if (copy_fd < 0 || (readonly && mount_set_attributes(copy_fd, MOUNT_ATTR_RDONLY, -1) < 0) ||
-		    attach(copy_fd, proc_fd, protections[i].name) < 0)
+		    mount_attach(copy_fd, proc_fd, protections[i].name) < 0)
 			return -1;
 	}
 	return 0;
+}
+
+/* Make it the only root of this mount namespace; processes that had the old one go along. */
+int root_enter(int root_fd)
+{
+	enter_stage(STAGE_PIVOT);
+	if (fchdir(root_fd) < 0 || syscall(SYS_pivot_root, ".", ".") < 0 || umount2(".", MNT_DETACH) < 0)
+		return -1;
+	return chdir("/");
 }
 
 /* In the sandbox's new mount namespace: put the root together and make it the only thing there is. */
 int root_assemble(const struct sandbox *sandbox, const struct root_parts *parts)
 {
 	enter_stage(STAGE_OVERLAY);
-	CLEANUP_FD int root_fd = make_root(sandbox, parts);
+	CLEANUP_FD int root_fd = sandbox->as_slot.is_slot ? root_make_waiting() : make_root(sandbox, parts);
 	if (root_fd < 0)
 		return -1;
 	enter_stage(STAGE_PROC);
 	CLEANUP_FD int proc_fd = options.no_pidns ? mount_clone(AT_FDCWD, "/proc")
 						  : mount_new("proc", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC, NULL);
-	if (proc_fd < 0 || attach(proc_fd, root_fd, "proc") < 0)
+	if (proc_fd < 0 || mount_attach(proc_fd, root_fd, "proc") < 0)
 		return -1;
 	enter_stage(STAGE_DEV);
 	if (make_dev_mounts(sandbox, root_fd, parts) < 0)
 		return -1;
 	enter_stage(STAGE_SYS);
-	if (attach(parts->sys, root_fd, "sys") < 0)
+	if (mount_attach(parts->sys, root_fd, "sys") < 0)
 		return -1;
 	enter_stage(STAGE_MASKS);
 	if (!options.no_masks && protect_proc(proc_fd) < 0)
 		return -1;
-	enter_stage(STAGE_PIVOT);
-	if (fchdir(root_fd) < 0 || syscall(SYS_pivot_root, ".", ".") < 0 || umount2(".", MNT_DETACH) < 0)
-		return -1;
-	return chdir("/");
+	return root_enter(root_fd);
 }

@@ -286,6 +286,17 @@ void event_exit(const struct sandbox *sandbox)
 	send_reply(reply);
 }
 
+/* A slot can be claimed, or can't any more. */
+void event_slot(const struct sandbox *sandbox, bool ready)
+{
+	if (!node_is_connected() || !node_said_hello)
+		return;
+	struct reply *reply = reply_start("slot");
+	reply_add(reply, "id=%s", sandbox->id);
+	reply_add(reply, "ready=%d", ready);
+	send_reply(reply);
+}
+
 /* --- in ----------------------------------------------------------------------------------------------------------- */
 
 /* A packet, and the descriptor that came with it or -1; what recv returns. */

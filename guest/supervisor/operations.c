@@ -5,37 +5,16 @@
 #include <string.h>
 #include <sys/syscall.h>
 
-#include "supervisor.h"
+#include "request.h"
 
-#define KEYS_MAX 16u
 #define LIST_ENTRY_MAX 160u /* bytes: an id and three numbers, or a digest */
-#define SHM_BYTES_MIN 4096u
-
-struct request {
-	const char *keys[KEYS_MAX], *values[KEYS_MAX];
-	unsigned count;
-	int passed_fd; /* came with the packet, or -1 */
-	struct waiter waiter;
-};
+#define SPOOLS_MAX 16384u /* files with output that a restore brings back */
 
 struct operation {
 	const char *name;
 	void (*handle)(struct request *request);
 	const char *keys; /* all of them needed; words in brackets may be left out */
 };
-
-static void refuse(const struct request *request, const char *stage, int error, const char *message)
-{
-	reply_error(&request->waiter, stage, error, message);
-}
-
-static const char *value_of(const struct request *request, const char *key)
-{
-	for (unsigned i = 0; i < request->count; i++)
-		if (strcmp(request->keys[i], key) == 0)
-			return request->values[i];
-	return NULL;
-}
 
 static struct reply *start_ok(const struct request *request)
 {
@@ -50,9 +29,11 @@ static struct sandbox *running_of(const struct request *request)
 {
 	struct sandbox *sandbox = sandbox_by_id(value_of(request, "id"));
 
-	if (sandbox && sandbox->state == SANDBOX_RUNNING)
+	if (sandbox && sandbox->state == SANDBOX_RUNNING && !memory_dumps(sandbox))
 		return sandbox;
-	if (!sandbox)
+	if (sandbox && sandbox->state == SANDBOX_RUNNING)
+		refuse(request, "attach", EBUSY, "its memory is being stored");
+	else if (!sandbox)
 		refuse(request, "unknown_id", ENOENT, "no such sandbox");
 	else if (sandbox->state == SANDBOX_STARTING)
 		refuse(request, "attach", EAGAIN, "the sandbox is starting");
@@ -106,6 +87,7 @@ static void handle_hello(struct request *request)
 	reply_add(reply, "features=%s", list);
 	reply_send(reply, &request->waiter);
 	node_said_hello = true;
+	slots_drop(); /* it knows none of an earlier node's */
 	if (pool_remove_cuts() < 0)
 		log_line("removing the cuts of an earlier node: %s", strerror(errno));
 	sandbox_announce_ended();
@@ -241,89 +223,57 @@ static void handle_shutdown(struct request *request)
 
 /* --- create and what follows -------------------------------------------------------------------------------------- */
 
-static int parse_layers(const char *text, struct spec *spec)
-{
-	char digest[DIGEST_MAX + 1];
-
-	for (spec->layer_count = 0; *text; spec->layer_count++) {
-		size_t length = strcspn(text, ":");
-		if (length > DIGEST_MAX || spec->layer_count == LAYERS_MAX)
-			return errno = E2BIG, -1;
-		memcpy(digest, text, length);
-		digest[length] = '\0';
-		spec->layers[spec->layer_count] = layer_find(digest);
-		if (!spec->layers[spec->layer_count])
-			return errno = ENOENT, -1;
-		text += length + (text[length] == ':');
-	}
-	return spec->layer_count > 0 ? 0 : (errno = EINVAL, -1);
-}
-
-static const char *const network_names[] = {[NETWORK_NONE] = "none", [NETWORK_PROXY] = "proxy", [NETWORK_OPEN] = "open"};
-
-static int parse_network(const char *text, enum network *network)
-{
-	for (size_t i = 0; i < COUNT(network_names); i++)
-		if (strcmp(text, network_names[i]) == 0) {
-			*network = (enum network)i;
-			return 0;
-		}
-	return -1;
-}
-
-/* The key that is wrong, or NULL. */
-static const char *parse_spec(const struct request *request, struct spec *spec)
-{
-	const struct {
-		const char *key;
-		uint64_t *number, min;
-	} numbers[] = {
-		{"upper_bytes", &spec->upper_bytes, 1}, {"memory_bytes", &spec->memory_bytes, 1},	       {"pids", &spec->pids, 1},
-		{"cpu_us", &spec->cpu_us, 0},		{"shm_bytes", &spec->shm_bytes, SHM_BYTES_MIN},
-	};
-
-	for (size_t i = 0; i < COUNT(numbers); i++)
-		if (parse_number(value_of(request, numbers[i].key), numbers[i].number) < 0 || *numbers[i].number < numbers[i].min)
-			return numbers[i].key;
-	const char *hostname = value_of(request, "hostname");
-	if (!is_name(hostname, HOSTNAME_MAX))
-		return "hostname";
-	snprintf(spec->hostname, sizeof(spec->hostname), "%s", hostname);
-	const char *cut = value_of(request, "cut");
-	if (cut && !is_name(cut, ID_MAX))
-		return "cut";
-	snprintf(spec->cut, sizeof(spec->cut), "%s", cut ? cut : "");
-	const char *root = value_of(request, "root");
-	spec->capable_root = root && strcmp(root, "capable") == 0;
-	if (root && !spec->capable_root && strcmp(root, "plain") != 0)
-		return "root";
-	return parse_network(value_of(request, "network"), &spec->network) < 0 ? "network" : NULL;
-}
-
 static void handle_create(struct request *request)
 {
-	const char *id = value_of(request, "id");
 	struct spec spec = {.layer_count = 0};
 
-	/* `init` is the shared leaf's name, and a dot marks a sandbox's platform leaf. */
-	if (!is_name(id, ID_MAX) || strchr(id, '.') || strcmp(id, "init") == 0) {
-		refuse(request, "request", EINVAL, "id");
+	if (parse_sandbox(request, &spec, true))
+		slots_create(value_of(request, "id"), &spec, &request->waiter);
+}
+
+static void handle_restore(struct request *request)
+{
+	struct spec spec = {.layer_count = 0};
+	struct restore restore = {.job_fd = request->passed_fd};
+	const char *mounts = value_of(request, "mounts");
+
+	if (restore.job_fd < 0 || strlen(mounts) >= sizeof(restore.mounts) || parse_number(value_of(request, "spools"), &restore.spools) < 0 ||
+	    restore.spools > SPOOLS_MAX || parse_number(value_of(request, "monotonic_ns"), &restore.monotonic_ns) < 0 ||
+	    parse_number(value_of(request, "boottime_ns"), &restore.boottime_ns) < 0 || parse_number(value_of(request, "seconds"), &restore.seconds) < 0) {
+		refuse(request, "request", EINVAL, "mounts, spools, clocks, seconds, or no descriptor");
 		return;
 	}
-	if (sandbox_by_id(id)) {
-		refuse(request, "request", EEXIST, "the sandbox exists");
+	snprintf(restore.mounts, sizeof(restore.mounts), "%s", mounts);
+	if (parse_sandbox(request, &spec, false))
+		sandbox_restore(value_of(request, "id"), &spec, &restore, request->waiter.tag);
+}
+
+static void handle_dump(struct request *request)
+{
+	struct sandbox *sandbox = running_of(request);
+	uint64_t seconds;
+
+	if (!sandbox)
+		return;
+	if (request->passed_fd < 0 || parse_number(value_of(request, "seconds"), &seconds) < 0)
+		refuse(request, "request", EINVAL, "seconds, or no descriptor");
+	else if (memory_dump(sandbox, request->passed_fd, seconds, &request->waiter) < 0)
+		refuse(request, "dump", errno, NULL);
+}
+
+static void handle_slots(struct request *request)
+{
+	const char *prefix = value_of(request, "prefix");
+	uint64_t count;
+
+	if (!is_name(prefix, SLOT_PREFIX_MAX) || strchr(prefix, '.') || parse_number(value_of(request, "count"), &count) < 0 || count > SLOTS_MAX / 2) {
+		refuse(request, "request", EINVAL, "count or prefix");
 		return;
 	}
-	const char *wrong = parse_spec(request, &spec);
-	if (wrong) {
-		refuse(request, "request", EINVAL, wrong);
-		return;
-	}
-	if (parse_layers(value_of(request, "layers"), &spec) < 0) {
-		refuse(request, "layers", errno, NULL);
-		return;
-	}
-	sandbox_create(id, &spec, request->waiter.tag);
+	slots_set((unsigned)count, prefix);
+	struct reply *reply = start_ok(request);
+	slots_describe(reply);
+	reply_send(reply, &request->waiter);
 }
 
 static int network_fd(const struct sandbox *sandbox)
@@ -341,10 +291,11 @@ static int network_fd(const struct sandbox *sandbox)
 void reply_sandbox(struct sandbox *sandbox, const struct waiter *waiter, enum stage *failed)
 {
 	bool has_network = sandbox->spec.network != NETWORK_NONE && !options.no_netns;
-	CLEANUP_FD int init_fd = init_connect(sandbox);
+	CLEANUP_FD int init_fd = sandbox->as_slot.init_fd >= 0 ? sandbox->as_slot.init_fd : init_connect(sandbox);
 	CLEANUP_FD int pid_fd = init_fd < 0 ? -1 : (int)syscall(SYS_pidfd_open, sandbox->pid, 0);
 	CLEANUP_FD int net_fd = pid_fd >= 0 && has_network ? network_fd(sandbox) : -1;
 
+	sandbox->as_slot.init_fd = -1; /* one is given away once */
 	*failed = STAGE_CONNECT;
 	if (pid_fd < 0 || (has_network && net_fd < 0))
 		return;
@@ -353,7 +304,8 @@ void reply_sandbox(struct sandbox *sandbox, const struct waiter *waiter, enum st
 	reply_add(reply, "pid=%d", sandbox->pid);
 	reply_add(reply, "start_time=%llu", (unsigned long long)sandbox->start_time);
 	reply_add(reply, "uid_base=%u", sandbox->uid_base);
-	reply_add(reply, "network=%s", network_names[sandbox->spec.network]);
+	reply_add(reply, "network=%s", network_name(sandbox->spec.network));
+	reply_add(reply, "warm=%d", sandbox->as_slot.is_slot);
 	reply_add_fd(reply, init_fd);
 	reply_add_fd(reply, pid_fd);
 	if (has_network)
@@ -393,6 +345,21 @@ static void handle_leaf(struct request *request)
 	handle_attach(request);
 }
 
+/* The descriptor that comes along is the fork's line to the node. */
+static void handle_enter(struct request *request)
+{
+	struct sandbox *sandbox = running_of(request);
+
+	if (!sandbox)
+		return;
+	if (request->passed_fd < 0)
+		refuse(request, "request", EINVAL, "a descriptor");
+	else if (zygote_enter(sandbox, value_of(request, "text"), request->passed_fd) < 0)
+		refuse(request, "enter", errno, NULL);
+	else
+		reply_send(start_ok(request), &request->waiter);
+}
+
 static void handle_destroy(struct request *request)
 {
 	struct sandbox *sandbox = sandbox_by_id(value_of(request, "id"));
@@ -412,9 +379,14 @@ static const struct operation operations[] = {
 	{"unlayer", handle_unlayer, "digest"},
 	{"layers", handle_layers, "[from]"},
 	{"pool", handle_pool, ""},
-	{"create", handle_create, "id layers upper_bytes memory_bytes pids cpu_us shm_bytes hostname network [root] [cut]"},
+	{"create", handle_create, "id layers upper_bytes memory_bytes pids cpu_us shm_bytes hostname network [root] [cut] [cpu] [zygote]"},
+	{"dump", handle_dump, "id seconds"},
+	{"restore", handle_restore,
+	 "id layers upper_bytes memory_bytes pids cpu_us shm_bytes hostname network [root] [cut] [cpu] mounts spools monotonic_ns boottime_ns seconds"},
+	{"slots", handle_slots, "count prefix"},
 	{"attach", handle_attach, "id"},
 	{"leaf", handle_leaf, "id"},
+	{"enter", handle_enter, "id text"},
 	{"destroy", handle_destroy, "id"},
 	{"list", handle_list, "[from]"},
 	{"shutdown", handle_shutdown, ""},
@@ -448,7 +420,7 @@ static int parse_packet(char *packet, size_t length, struct request *request)
 /* Every key of the operation is there, and no other. */
 static bool has_right_keys(const struct operation *operation, const struct request *request)
 {
-	char words[128], *word, *rest = words;
+	char words[256], *word, *rest = words;
 	unsigned matched = 1; /* tag */
 
 	snprintf(words, sizeof(words), "%s", operation->keys);

@@ -178,21 +178,38 @@ static int make_copy(int dir_fd, const char *id, const char *cut)
 	return ioctl(dir_fd, BTRFS_IOC_SNAP_CREATE_V2, &copy);
 }
 
-/* `*upper_fd` is the subvolume's root, with `u` and `w` for the overlay. Ids on disk are unshifted: guest root is 0. */
-int pool_make(const struct sandbox *sandbox, int *upper_fd)
+/* What of a writable layer follows from the sandbox it is for. */
+int pool_fit(const struct sandbox *sandbox, int upper_fd)
 {
 	struct btrfs_ioctl_qgroup_limit_args limit = {
 		.lim = {.flags = BTRFS_QGROUP_LIMIT_MAX_RFER, .max_rfer = sandbox->spec.upper_bytes}};
+
+	if (!options.no_quota && ioctl(upper_fd, BTRFS_IOC_QGROUP_LIMIT, &limit) < 0)
+		return -1;
+	return *sandbox->spec.cut ? 0 : make_upper(sandbox, upper_fd);
+}
+
+int pool_open_upper(const struct sandbox *sandbox)
+{
+	char path[ID_MAX + 16];
+
+	snprintf(path, sizeof(path), "upper/%s", sandbox->id);
+	return openat(pool_fd, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+}
+
+/* `*upper_fd` is the subvolume's root, with `u` and `w` for the overlay. Ids on disk are unshifted: guest root is 0. */
+int pool_make(const struct sandbox *sandbox, int *upper_fd)
+{
 	const char *cut = sandbox->spec.cut;
 	CLEANUP_FD int dir_fd = openat(pool_fd, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 
 	if (dir_fd < 0 || (*cut ? make_copy(dir_fd, sandbox->id, cut) : make_empty(dir_fd, sandbox->id)) < 0)
 		return -1;
 	*upper_fd = openat(dir_fd, sandbox->id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	if (*upper_fd < 0 || (!options.no_quota && ioctl(*upper_fd, BTRFS_IOC_QGROUP_LIMIT, &limit) < 0))
+	if (*upper_fd < 0 || (!sandbox->as_slot.is_slot && pool_fit(sandbox, *upper_fd) < 0))
 		return -1;
 	/* A work directory that an overlay has used says so, and another one may not be mounted over what a volatile one left. */
-	if ((*cut ? remove_tree_at(*upper_fd, "w", false) : make_upper(sandbox, *upper_fd)) < 0)
+	if (*cut && remove_tree_at(*upper_fd, "w", false) < 0)
 		return -1;
 	return mkdirat(*upper_fd, "w", 0700);
 }

@@ -113,14 +113,18 @@ int die_with_supervisor(void)
 	return supervisor.revents ? (errno = ESRCH, -1) : 0;
 }
 
-/* The mounts once more, locked as they are, and IPC belong to the sandbox's user namespace: a memory snapshot can take
- * them from no other. It gives nobody power over them: no guest process has CAP_SYS_ADMIN, and mount is no allowed call. */
-int enter_user_namespace(int userns_fd)
+/* What only root of the host may set, and then into the user namespace. */
+int leave_host(int userns_fd)
 {
 	if (set_limits() < 0 || setgroups(0, NULL) < 0)
 		return -1;
-	if (!options.no_userns && setns(userns_fd, CLONE_NEWUSER) < 0)
-		return -1;
+	return options.no_userns ? 0 : setns(userns_fd, CLONE_NEWUSER);
+}
+
+/* The mounts once more, locked as they are, and IPC belong to the sandbox's user namespace: a memory snapshot can take
+ * them from no other. It gives nobody power over them: no guest process has CAP_SYS_ADMIN, and mount is no allowed call. */
+int own_namespaces(void)
+{
 	if (unshare(CLONE_NEWNS | CLONE_NEWIPC) < 0)
 		return -1;
 	if (prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP) < 0 || setresgid(init_uid(), init_uid(), init_uid()) < 0)

@@ -9,6 +9,7 @@
 #include <sys/epoll.h>
 #include <sys/wait.h>
 
+#include "../criu/restore.h"
 #include "supervisor.h"
 
 #define BUCKETS 4096u
@@ -16,7 +17,7 @@
 
 static void handle_status(struct watch *watch, uint32_t events);
 
-unsigned sandbox_count;
+unsigned sandbox_count, sandbox_starting;
 static struct sandbox *by_slot[SLOTS_MAX], *by_id[BUCKETS], *by_pid[BUCKETS];
 static unsigned slots_end; /* no sandbox at or above */
 static struct sandbox *removing; /* with no process left */
@@ -27,7 +28,8 @@ static const char *const stage_names[] = {
 	[STAGE_OVERLAY] = "overlay",	   [STAGE_PROC] = "proc",	[STAGE_DEV] = "dev",		   [STAGE_SYS] = "sys",
 	[STAGE_MASKS] = "masks",	   [STAGE_NETWORK] = "network", [STAGE_PIVOT] = "pivot",	   [STAGE_SOCKET] = "socket",
 	[STAGE_PRIVILEGES] = "privileges", [STAGE_SECCOMP] = "seccomp", [STAGE_EXEC] = "exec",		   [STAGE_CONNECT] = "connect",
-	[STAGE_DESTROYED] = "destroyed",   [STAGE_READY] = "ready",
+	[STAGE_RESTORE] = "restore",
+	[STAGE_DESTROYED] = "destroyed",   [STAGE_SLOT] = "slot",	[STAGE_READY] = "ready",
 };
 
 const char *stage_name(enum stage stage)
@@ -129,14 +131,26 @@ static void answer_destroys(struct sandbox *sandbox)
 	}
 }
 
+/* What a slot fails at may be the slot's doing: whoever asked tries again without one. */
+static void reply_failure(const struct sandbox *sandbox)
+{
+	enum stage stage = sandbox->failed_stage;
+
+	if (sandbox->as_slot.is_slot && stage != STAGE_DESTROYED)
+		reply_error(&sandbox->create, stage_name(STAGE_SLOT), sandbox->failed_errno, stage_name(stage));
+	else
+		reply_error(&sandbox->create, stage_name(stage), sandbox->failed_errno, NULL);
+}
+
 static void forget(struct sandbox *sandbox)
 {
 	table_remove(sandbox);
+	memory_forget(sandbox);
 	userns_release_slot(sandbox->slot);
 	for (unsigned i = 0; i < sandbox->spec.layer_count; i++)
 		sandbox->spec.layers[i]->users--;
 	if (sandbox->create_pending)
-		reply_error(&sandbox->create, stage_name(sandbox->failed_stage), sandbox->failed_errno, NULL);
+		reply_failure(sandbox);
 	answer_destroys(sandbox);
 	free(sandbox);
 }
@@ -145,6 +159,7 @@ static void forget(struct sandbox *sandbox)
 static void removable(struct sandbox *sandbox)
 {
 	watch_close(&sandbox->status_fd), close_fd(&sandbox->listener_fd);
+	slot_close(sandbox);
 	sandbox->next_removing = removing;
 	removing = sandbox;
 }
@@ -156,7 +171,7 @@ bool sandbox_remove_ended(void)
 
 	while (*link) {
 		struct sandbox *sandbox = *link;
-		if (cgroup_remove(sandbox) == 0 && pool_remove(sandbox) == 0) {
+		if (sandbox->as_slot.keeper_pidfd < 0 && cgroup_remove(sandbox) == 0 && pool_remove(sandbox) == 0) {
 			*link = sandbox->next_removing;
 			forget(sandbox);
 			continue;
@@ -168,14 +183,28 @@ bool sandbox_remove_ended(void)
 	return removing != NULL;
 }
 
+/* One that fits no other sandbox. */
+static bool has_own_userns(const struct sandbox *sandbox)
+{
+	return sandbox->spec.is_zygote || sandbox->spec.zygote[0];
+}
+
 static void start_removal(struct sandbox *sandbox)
 {
 	if (sandbox->state == SANDBOX_REMOVING)
 		return;
-	if (sandbox->pid && sandbox->state == SANDBOX_RUNNING)
+	if (sandbox->state == SANDBOX_STARTING)
+		sandbox_starting--;
+	if (sandbox->state == SANDBOX_FILLING || sandbox->state == SANDBOX_SLOT)
+		slot_ended(sandbox);
+	if (sandbox->pid && (sandbox->state == SANDBOX_RUNNING || sandbox->state == SANDBOX_SLOT) && !has_own_userns(sandbox))
 		userns_keep(sandbox->slot, sandbox->pid);
 	/* The end of PID 1 is the end of every process of its namespace, frozen ones included. */
 	if (sandbox->pid && kill(sandbox->pid, SIGKILL) < 0)
+		log_line("%s: kill: %s", sandbox->id, strerror(errno));
+	/* CRIU and what it has made so far, or the helper of a start inside a zygote's; the removal waits until they are gone. */
+	bool is_helped = memory_restores(sandbox) || (sandbox->spec.zygote[0] && sandbox->state == SANDBOX_STARTING);
+	if (is_helped && cgroup_kill(sandbox->id) < 0)
 		log_line("%s: kill: %s", sandbox->id, strerror(errno));
 	sandbox->state = SANDBOX_REMOVING;
 	if (!sandbox->pid)
@@ -211,7 +240,7 @@ void sandbox_destroy_all(void)
 /* --- the start ---------------------------------------------------------------------------------------------------- */
 
 /* The create is answered with this failure once nothing of it is left. */
-static void fail_create(struct sandbox *sandbox, enum stage stage, int error)
+void sandbox_fail(struct sandbox *sandbox, enum stage stage, int error)
 {
 	if (sandbox->state == SANDBOX_REMOVING)
 		return;
@@ -220,33 +249,20 @@ static void fail_create(struct sandbox *sandbox, enum stage stage, int error)
 	start_removal(sandbox);
 }
 
-static uint64_t read_start_time(pid_t pid)
-{
-	char path[32], text[1024];
-	unsigned long long start_time = 0;
-
-	snprintf(path, sizeof(path), "/proc/%d/stat", pid);
-	if (read_at(-1, path, text, sizeof(text)) <= 0)
-		return 0;
-	/* The name, field 2, may hold anything; field 3 follows its last parenthesis. */
-	char *rest = strrchr(text, ')');
-	if (rest)
-		sscanf(rest + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &start_time);
-	return start_time;
-}
-
-static void become_running(struct sandbox *sandbox)
+void sandbox_started(struct sandbox *sandbox)
 {
 	enum stage failed = STAGE_CONNECT;
 
-	sandbox->start_time = read_start_time(sandbox->pid);
+	if (!sandbox->start_time)
+		sandbox->start_time = read_start_time(sandbox->pid);
 	sandbox->state = SANDBOX_RUNNING;
+	sandbox_starting--;
 	userns_started(sandbox->slot);
 	reply_sandbox(sandbox, &sandbox->create, &failed);
 	if (failed == STAGE_READY)
 		sandbox->create_pending = false;
 	else
-		fail_create(sandbox, failed, errno);
+		sandbox_fail(sandbox, failed, errno);
 }
 
 /* Read what the launch child has said; at its end it has become the init, or is gone. */
@@ -262,16 +278,33 @@ static void read_status(struct sandbox *sandbox)
 			return;
 		if (report.stage == STAGE_READY && sandbox->state == SANDBOX_STARTING) {
 			sandbox->listener_fd = passed_fd;
-			become_running(sandbox);
+			sandbox_started(sandbox);
+			continue;
+		}
+		if (report.stage == STAGE_EXEC && !report.error && sandbox->state == SANDBOX_STARTING) {
+			sandbox->listener_fd = passed_fd;
 			continue;
 		}
 		close_fd(&passed_fd);
-		if (sandbox->state == SANDBOX_STARTING)
-			fail_create(sandbox, (enum stage)report.stage, report.error);
+		if (report.stage == RESTORE_DONE && sandbox->state == SANDBOX_STARTING && !sandbox->pid) {
+			sandbox->pid = report.error;
+			pid_add(sandbox);
+			continue;
+		}
+		if (report.stage == STAGE_READY && sandbox->state == SANDBOX_FILLING) {
+			sandbox->as_slot.is_launched = true;
+			continue;
+		}
+		if (report.stage == RESTORE_FAILED)
+			report.stage = STAGE_RESTORE;
+		if (sandbox->state == SANDBOX_STARTING || sandbox->state == SANDBOX_FILLING)
+			sandbox_fail(sandbox, (enum stage)report.stage, report.error);
 		else
 			log_line("%s: %s: %s", sandbox->id, stage_name((enum stage)report.stage), strerror(report.error));
 	}
 	watch_close(&sandbox->status_fd);
+	if (sandbox->state == SANDBOX_FILLING && sandbox->pid && sandbox->as_slot.is_launched)
+		slot_filled(sandbox);
 }
 
 static void handle_status(struct watch *watch, uint32_t events)
@@ -280,52 +313,130 @@ static void handle_status(struct watch *watch, uint32_t events)
 	read_status(container_of(watch, struct sandbox, status));
 }
 
-static void begin(struct sandbox *sandbox)
+static void begin(struct sandbox *sandbox, const struct restore *restore)
 {
-	int userns_fd = options.no_userns ? -1 : userns_open(sandbox->slot);
+	CLEANUP_FD int own_userns_fd = has_own_userns(sandbox) ? zygote_userns(sandbox) : -1;
+	int userns_fd = has_own_userns(sandbox) ? own_userns_fd : options.no_userns ? -1 : userns_open(sandbox->slot);
 
 	if (!options.no_userns && userns_fd < 0) {
-		fail_create(sandbox, STAGE_USERNS, errno);
+		sandbox_fail(sandbox, STAGE_USERNS, errno);
 		return;
 	}
 	CLEANUP_FD int cgroup_fd = cgroup_make_init(sandbox);
 	if (cgroup_fd < 0) {
-		fail_create(sandbox, STAGE_CGROUP, errno);
+		sandbox_fail(sandbox, STAGE_CGROUP, errno);
 		return;
 	}
-	if (launch(sandbox, userns_fd, cgroup_fd) < 0) {
-		fail_create(sandbox, STAGE_CLONE, errno);
+	int (*const start)(struct sandbox *, int, int) = sandbox->spec.zygote[0] ? launch_inside : launch;
+	if ((restore ? memory_restore(sandbox, userns_fd, cgroup_fd, restore) : start(sandbox, userns_fd, cgroup_fd)) < 0) {
+		sandbox_fail(sandbox, STAGE_CLONE, errno);
 		return;
 	}
-	pid_add(sandbox);
+	if (!restore)
+		pid_add(sandbox);
 	if (watch_add(&sandbox->status, sandbox->status_fd, EPOLLIN) < 0)
-		fail_create(sandbox, STAGE_CLONE, errno);
+		sandbox_fail(sandbox, STAGE_CLONE, errno);
 }
 
-/* Answers the request now or later. */
-void sandbox_create(const char *id, const struct spec *spec, uint64_t tag)
+/* NULL with errno; else the caller puts it into the table and begins it. */
+static struct sandbox *make(const char *id, const struct spec *spec, enum sandbox_state state)
 {
-	struct waiter waiter = node_waiter(tag);
 	struct sandbox *sandbox = calloc(1, sizeof(*sandbox));
 	int slot = sandbox ? userns_take_slot() : -1;
 
 	if (slot < 0) {
 		free(sandbox);
-		reply_error(&waiter, stage_name(STAGE_USERNS), sandbox ? EAGAIN : ENOMEM, NULL);
-		return;
+		return NULL;
 	}
 	snprintf(sandbox->id, sizeof(sandbox->id), "%s", id);
+	sandbox->state = state;
 	sandbox->slot = (unsigned)slot;
 	sandbox->uid_base = options.no_userns ? 0 : UID_FIRST + sandbox->slot * UIDS_PER_SLOT;
 	sandbox->spec = *spec;
 	sandbox->status.handle = handle_status;
 	sandbox->status_fd = sandbox->listener_fd = -1;
-	sandbox->create = waiter;
+	sandbox->as_slot = (struct slot){.keeper_fd = -1, .keeper_pidfd = -1, .init_fd = -1};
+	return sandbox;
+}
+
+/* From here on it is somebody's: the request is answered when it runs or has failed. */
+static void answer_later(struct sandbox *sandbox, const struct waiter *waiter)
+{
+	sandbox->create = *waiter;
 	sandbox->create_pending = true;
-	for (unsigned i = 0; i < spec->layer_count; i++)
-		spec->layers[i]->users++;
+	sandbox_starting++;
+	for (unsigned i = 0; i < sandbox->spec.layer_count; i++)
+		sandbox->spec.layers[i]->users++;
+}
+
+static void start(const char *id, const struct spec *spec, const struct restore *restore, uint64_t tag)
+{
+	struct waiter waiter = node_waiter(tag);
+	struct sandbox *sandbox = make(id, spec, SANDBOX_STARTING);
+
+	if (!sandbox) {
+		reply_error(&waiter, stage_name(STAGE_USERNS), errno, NULL);
+		return;
+	}
+	answer_later(sandbox, &waiter);
 	table_add(sandbox);
-	begin(sandbox);
+	begin(sandbox, restore);
+}
+
+/* Answers the request now or later. */
+void sandbox_create(const char *id, const struct spec *spec, uint64_t tag)
+{
+	start(id, spec, NULL, tag);
+}
+
+void sandbox_restore(const char *id, const struct spec *spec, const struct restore *restore, uint64_t tag)
+{
+	start(id, spec, restore, tag);
+}
+
+/* A slot: all of a sandbox but what it is to be. */
+int sandbox_fill(const char *id, const struct spec *spec)
+{
+	struct sandbox *sandbox = make(id, spec, SANDBOX_FILLING);
+
+	if (!sandbox)
+		return -1;
+	sandbox->as_slot.is_slot = true;
+	sandbox->as_slot.began_ns = monotonic_ns();
+	table_add(sandbox);
+	begin(sandbox, NULL);
+	return 0;
+}
+
+/* Answers the request later. */
+void sandbox_claim(struct sandbox *slot, const struct spec *spec, uint64_t tag)
+{
+	struct waiter waiter = node_waiter(tag);
+
+	slot->spec = *spec;
+	slot->state = SANDBOX_STARTING;
+	answer_later(slot, &waiter);
+	if (slot_claim(slot) < 0)
+		sandbox_fail(slot, STAGE_SLOT, errno);
+}
+
+/* CRIU has ended. */
+void sandbox_restored(struct sandbox *sandbox, int error)
+{
+	if (sandbox->state != SANDBOX_STARTING)
+		return;
+	/* Its last words, and a report of what was restored. */
+	read_status(sandbox);
+	if (sandbox->state != SANDBOX_STARTING)
+		return;
+	if (!error && !sandbox->pid)
+		error = ESRCH;
+	if (!error && cgroup_limit_guest(sandbox) < 0)
+		error = errno;
+	if (error)
+		sandbox_fail(sandbox, STAGE_RESTORE, error);
+	else
+		sandbox_started(sandbox);
 }
 
 /* --- ends that come by themselves --------------------------------------------------------------------------------- */
@@ -343,7 +454,9 @@ static void ended(struct sandbox *sandbox, int wstatus)
 	/* Its last words: a child that failed reports and exits at once. */
 	read_status(sandbox);
 	switch (sandbox->state) {
-	case SANDBOX_STARTING: fail_create(sandbox, STAGE_CLONE, ECHILD); break;
+	case SANDBOX_FILLING:
+	case SANDBOX_SLOT: start_removal(sandbox); break;
+	case SANDBOX_STARTING: sandbox_fail(sandbox, STAGE_CLONE, ECHILD); break;
 	case SANDBOX_RUNNING:
 		sandbox->state = SANDBOX_ENDED;
 		close_fd(&sandbox->listener_fd);
@@ -361,7 +474,7 @@ void sandbox_reap(void)
 
 	/* Orphans of other kinds come here too, to a subreaper; they need no more than this. */
 	while ((pid = waitpid(-1, &wstatus, WNOHANG)) > 0) {
-		struct sandbox *sandbox = pid_take(pid);
+		struct sandbox *sandbox = memory_reaped(pid, wstatus) ? NULL : pid_take(pid);
 		if (sandbox)
 			ended(sandbox, wstatus);
 	}

@@ -36,7 +36,7 @@
 #define QUERY_PERSONALITY 0xffffffffu
 #define ERRNO(number) (SECCOMP_RET_ERRNO | (number))
 
-enum action { DENY, ALLOW, ABSENT, CHECK_CLONE, CHECK_UNSHARE, CHECK_IOCTL, CHECK_SOCKET, CHECK_PERSONALITY };
+enum action { DENY, ALLOW, ABSENT, ENTER, CHECK_CLONE, CHECK_UNSHARE, CHECK_IOCTL, CHECK_SOCKET, CHECK_PERSONALITY };
 
 static const short allowed[] = {
 #if defined(__x86_64__)
@@ -86,7 +86,7 @@ static const short allowed[] = {
 };
 
 static struct sock_filter program[1024];
-static unsigned length;
+static unsigned length, enter_at; /* where the answer to setns stands */
 static enum action actions[NUMBERS_END];
 static struct {
 	unsigned first;
@@ -151,6 +151,10 @@ static void emit_action(enum action action)
 	case DENY: emit_return(ERRNO(EPERM)); break;
 	case ALLOW: emit_return(SECCOMP_RET_ALLOW); break;
 	case ABSENT: emit_return(ERRNO(ENOSYS)); break;
+	case ENTER:
+		enter_at = length;
+		emit_return(ERRNO(EPERM));
+		break;
 	case CHECK_CLONE: emit_mask_check(NEW_NAMESPACES); break;
 	case CHECK_UNSHARE: emit_mask_check(NEW_NAMESPACES | NEW_TIME_NAMESPACE); break;
 	case CHECK_IOCTL:
@@ -188,6 +192,7 @@ static void decide(void)
 	for (size_t i = 0; i < COUNT(allowed); i++)
 		actions[allowed[i]] = ALLOW;
 	actions[SYS_clone] = CHECK_CLONE;
+	actions[SYS_setns] = ENTER;
 	actions[SYS_clone3] = ABSENT;
 	actions[SYS_unshare] = CHECK_UNSHARE;
 	actions[SYS_ioctl] = CHECK_IOCTL;
@@ -215,9 +220,13 @@ int seccomp_compile(void)
 	return 0;
 }
 
-int seccomp_install(void)
+/* `may_enter`: with setns, which reaches no namespace but those of a zygote's own sandboxes. The calling process is about to
+ * execute something: the program is its own copy. */
+int seccomp_install(bool may_enter)
 {
 	struct sock_fprog filter = {(unsigned short)length, program};
 
+	if (may_enter)
+		program[enter_at].k = SECCOMP_RET_ALLOW;
 	return options.no_seccomp ? 0 : (int)syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &filter);
 }

@@ -73,7 +73,9 @@ enum stage {
 	STAGE_SECCOMP,
 	STAGE_EXEC,
 	STAGE_CONNECT,
+	STAGE_RESTORE,
 	STAGE_DESTROYED,
+	STAGE_SLOT,
 	STAGE_READY,
 };
 
@@ -95,6 +97,16 @@ struct spec {
 	char cut[ID_MAX + 1]; /* of the pool, whose copy the writable layer starts as; empty: it starts empty */
 	enum network network;
 	bool capable_root;
+	bool batch; /* runs only where nobody else wants the processor */
+	bool is_zygote;
+	char zygote[ID_MAX + 1]; /* whose forks are to enter it; empty: none */
+};
+
+/* What a restore needs beside the spec. The descriptor is the caller's. */
+struct restore {
+	int job_fd;
+	char mounts[4096]; /* those that CRIU is given, `:` between them */
+	uint64_t spools, monotonic_ns, boottime_ns, seconds;
 };
 
 /* An epoll registration: embedded in what it belongs to. */
@@ -102,12 +114,22 @@ struct watch {
 	void (*handle)(struct watch *watch, uint32_t events);
 };
 
-enum sandbox_state { SANDBOX_STARTING, SANDBOX_RUNNING, SANDBOX_ENDED, SANDBOX_REMOVING };
+enum sandbox_state { SANDBOX_FILLING, SANDBOX_SLOT, SANDBOX_STARTING, SANDBOX_RUNNING, SANDBOX_ENDED, SANDBOX_REMOVING };
 
 /* A request that waits for something; answered only if its connection is still the live one. */
 struct waiter {
 	uint64_t tag, connection;
 	struct waiter *next;
+};
+
+/* Prepared before anybody asks for it (slots.c). Descriptors are -1 where there are none. */
+struct slot {
+	bool is_slot; /* or was one: it is warm */
+	bool is_launched;
+	int keeper_fd, keeper_pidfd; /* the second until the keeper has ended */
+	int init_fd; /* the first connection to its init */
+	struct watch keeper, keeper_end;
+	int64_t began_ns;
 };
 
 struct counters {
@@ -125,6 +147,7 @@ struct sandbox {
 	struct watch status;
 	int status_fd;	 /* the launch child's reports; -1 after exec */
 	int listener_fd; /* the proxy's TCP socket, or -1 */
+	struct slot as_slot;
 	bool has_platform;
 	bool create_pending;
 	struct waiter create;
@@ -157,6 +180,7 @@ uint64_t counter_at(int dir_fd, const char *path, const char *name);
 int parse_number(const char *text, uint64_t *number);
 bool is_name(const char *text, size_t length_max);
 int remove_tree_at(int dir_fd, const char *name, bool is_cgroup);
+uint64_t read_start_time(pid_t pid);
 
 /* node.c */
 struct reply {
@@ -178,17 +202,24 @@ void reply_add_fd(struct reply *reply, int fd);
 void reply_send(struct reply *reply, const struct waiter *waiter);
 void reply_error(const struct waiter *waiter, const char *stage, int error, const char *message);
 void event_exit(const struct sandbox *sandbox);
+void event_slot(const struct sandbox *sandbox, bool ready);
 
 /* operations.c */
 void handle_request(char *packet, size_t length, int passed_fd);
 void reply_sandbox(struct sandbox *sandbox, const struct waiter *waiter, enum stage *failed);
 
 /* sandbox.c */
-extern unsigned sandbox_count;
+extern unsigned sandbox_count, sandbox_starting;
 struct sandbox *sandbox_by_id(const char *id);
 struct sandbox *sandbox_by_slot(unsigned slot);
 unsigned sandbox_slots_end(void);
 void sandbox_create(const char *id, const struct spec *spec, uint64_t tag);
+void sandbox_restore(const char *id, const struct spec *spec, const struct restore *restore, uint64_t tag);
+void sandbox_restored(struct sandbox *sandbox, int error);
+int sandbox_fill(const char *id, const struct spec *spec);
+void sandbox_claim(struct sandbox *slot, const struct spec *spec, uint64_t tag);
+void sandbox_started(struct sandbox *sandbox);
+void sandbox_fail(struct sandbox *sandbox, enum stage stage, int error);
 void sandbox_destroy(struct sandbox *sandbox, const struct waiter *waiter);
 void sandbox_reap(void);
 void sandbox_destroy_all(void);
@@ -196,7 +227,28 @@ bool sandbox_remove_ended(void);
 void sandbox_announce_ended(void);
 const char *stage_name(enum stage stage);
 
+/* slots.c */
+#define SLOT_PREFIX_MAX 40u
+#define SLOT_SHM_BYTES (UINT64_C(64) << 20) /* what a slot has before it is known what it shall have */
+void slots_set(unsigned count, const char *prefix);
+void slots_drop(void);
+int64_t slots_fill(int64_t now_ns);
+void slots_describe(struct reply *reply);
+void slots_create(const char *id, const struct spec *spec, const struct waiter *waiter);
+bool slot_can_be_late(const struct sandbox *sandbox);
+void slot_filled(struct sandbox *sandbox);
+void slot_ended(const struct sandbox *sandbox);
+int slot_claim(struct sandbox *sandbox);
+void slot_close(struct sandbox *sandbox);
+
+/* slot_root.c */
+int root_make_waiting(void);
+int root_loosen(void);
+int root_replace(const struct sandbox *sandbox, int userns_fd, int upper_fd, int mount_ns_fd);
+
 /* initlink.c */
+int init_reach(const struct sandbox *sandbox);
+int init_greet(const struct sandbox *sandbox, int fd);
 int init_connect(const struct sandbox *sandbox);
 
 /* pool.c */
@@ -205,6 +257,8 @@ void pool_close(void);
 uint64_t pool_bytes(void);
 extern bool pool_has_simple_quota;
 int pool_make(const struct sandbox *sandbox, int *upper_fd);
+int pool_fit(const struct sandbox *sandbox, int upper_fd);
+int pool_open_upper(const struct sandbox *sandbox);
 int pool_make_spool(const struct sandbox *sandbox);
 int pool_remove(const struct sandbox *sandbox);
 int pool_open_dir(const char *name);
@@ -214,11 +268,17 @@ bool pool_drop_stale_quotas(void);
 /* userns.c */
 int userns_take_slot(void);
 int userns_open(unsigned slot);
+int userns_make_wide(unsigned slot);
+int userns_make_inside(unsigned slot, int outer_fd);
 void userns_started(unsigned slot);
 void userns_keep(unsigned slot, pid_t pid);
 void userns_release_slot(unsigned slot);
 
 /* cgroup.c */
+enum { MEMORY, PIDS, CPU, UNIFIED, HIERARCHIES };
+int cgroup_base(int hierarchy); /* the node's group in it, or -1 */
+int cgroup_limit_guest(const struct sandbox *sandbox);
+int cgroup_make_group(const char *name, uint64_t memory_bytes, uint64_t pids);
 enum leaf { LEAF_GUEST, LEAF_PLATFORM };
 #define LEAF_FDS_MAX 4u
 struct leaf_fds {
@@ -238,6 +298,14 @@ void cgroup_read_counters(struct sandbox *sandbox);
 int cgroup_remove_platform(const struct sandbox *sandbox);
 int cgroup_remove(const struct sandbox *sandbox);
 
+/* cgroup_memory.c */
+int cgroup_enter(const char *name);
+int cgroup_remove_group(const char *name);
+int cgroup_kill(const char *name);
+int cgroup_open_of(const struct sandbox *sandbox, const char *what);
+int cgroup_open_init(const struct sandbox *sandbox, int *fds, int count);
+int cgroup_make_places(const struct sandbox *sandbox, int job_fd);
+
 /* mounts.c */
 struct root_parts {
 	int layers[LAYERS_MAX], upper, dev, sys;
@@ -253,7 +321,14 @@ int mount_clone(int dir_fd, const char *path);
 int mount_clone_with(int dir_fd, const char *path, unsigned flags);
 int mount_set_attributes(int mount_fd, uint64_t attributes, int userns_fd);
 int root_collect(const struct sandbox *sandbox, int userns_fd, int upper_fd, struct root_parts *parts);
+int mount_attach(int mount_fd, int dir_fd, const char *path);
+int root_collect_layers(const struct sandbox *sandbox, int userns_fd, int upper_fd, struct root_parts *parts);
+int root_enter(int root_fd);
 int root_assemble(const struct sandbox *sandbox, const struct root_parts *parts);
+int root_overlay(const struct sandbox *sandbox, const struct root_parts *parts);
+int mounts_copy_host(void);
+int mounts_part(const char *path);
+int mounts_run(void);
 
 /* layers.c */
 enum layer_type { LAYER_EROFS, LAYER_DIR };
@@ -273,16 +348,41 @@ struct launch_report {
 extern int init_binary_fd;
 int launch(struct sandbox *sandbox, int userns_fd, int cgroup_fd);
 void enter_stage(enum stage stage);
+void report_to(int fd);
+int report_socket(void);
+int send_report(enum stage stage, int error, int passed_fd);
+int must(int result);
+_Noreturn void exec_init(const struct sandbox *sandbox, int spool_fd, int proxy_fd);
+void make_namespaces(void);
+int listen_for_proxy(void);
+int make_network(const struct spec *spec);
+void reset_signals(void);
 int receive_report(int fd, struct launch_report *report, int *passed_fd);
 
+/* memory.c */
+int memory_dump(struct sandbox *sandbox, int job_fd, uint64_t seconds, const struct waiter *waiter);
+int memory_restore(struct sandbox *sandbox, int userns_fd, int cgroup_fd, const struct restore *restore);
+bool memory_restores(const struct sandbox *sandbox);
+bool memory_dumps(const struct sandbox *sandbox);
+void memory_forget(const struct sandbox *sandbox);
+bool memory_reaped(pid_t pid, int wstatus);
+int64_t memory_run_timers(int64_t now_ns);
+
 /* privileges.c */
-int enter_user_namespace(int userns_fd);
+int leave_host(int userns_fd);
+int own_namespaces(void);
 int drop_privileges(const struct spec *spec);
 uint64_t root_capabilities(const struct spec *spec); /* a bit each; 0 where it is to have none */
 int die_with_supervisor(void);
 
 /* seccomp.c */
 int seccomp_compile(void);
-int seccomp_install(void);
+int seccomp_install(bool may_enter);
+
+/* zygote.c */
+bool zygote_is_possible(void);
+int zygote_userns(const struct sandbox *sandbox);
+int launch_inside(struct sandbox *sandbox, int userns_fd, int cgroup_fd);
+int zygote_enter(const struct sandbox *sandbox, const char *text, int line_fd);
 
 #endif

@@ -19,6 +19,8 @@
 
 #include "supervisor.h"
 
+#define MAP_MAX 160
+
 static bool slot_taken[SLOTS_MAX];
 static int cached_fd[SLOTS_MAX]; /* descriptor + 1; 0: none */
 static unsigned first_free;
@@ -50,16 +52,20 @@ static int open_of(pid_t pid)
 	return open(path, O_RDONLY | O_CLOEXEC);
 }
 
-static int write_maps(pid_t pid, unsigned slot)
+static void map_of(unsigned slot, char map[MAP_MAX])
 {
-	char path[64], map[64];
+	snprintf(map, MAP_MAX, "0 %u %u\n", UID_FIRST + slot * UIDS_PER_SLOT, UIDS_PER_SLOT);
+}
 
-	snprintf(map, sizeof(map), "0 %u %u", UID_FIRST + slot * UIDS_PER_SLOT, UIDS_PER_SLOT);
-	snprintf(path, sizeof(path), "/proc/%d/uid_map", pid);
-	if (write_at(AT_FDCWD, path, map) < 0)
+static int write_maps(int proc_fd, pid_t pid, const char *map)
+{
+	char path[32];
+
+	snprintf(path, sizeof(path), "%d/uid_map", pid);
+	if (write_at(proc_fd, path, map) < 0)
 		return -1;
-	snprintf(path, sizeof(path), "/proc/%d/gid_map", pid);
-	return write_at(AT_FDCWD, path, map);
+	snprintf(path, sizeof(path), "%d/gid_map", pid);
+	return write_at(proc_fd, path, map);
 }
 
 /* Owned by the slot's first id. The capabilities stay: the effective user is changed without the usual loss. */
@@ -90,7 +96,15 @@ static _Noreturn void hold(void)
 		pause();
 }
 
-static int make(unsigned slot)
+/* No exit signal: only a wait with __WCLONE sees it, so the reaper of sandboxes never does. */
+static void end_clone(pid_t pid)
+{
+	kill(pid, SIGKILL);
+	while (waitpid(pid, NULL, __WCLONE) < 0 && errno == EINTR)
+		;
+}
+
+static int make(unsigned slot, const char *map)
 {
 	pid_t pid = clone_as_owner(slot);
 
@@ -98,12 +112,10 @@ static int make(unsigned slot)
 		return -1;
 	if (pid == 0)
 		hold();
-	int fd = write_maps(pid, slot) < 0 ? -1 : open_of(pid);
+	CLEANUP_FD int proc_fd = open("/proc", O_PATH | O_CLOEXEC);
+	int fd = proc_fd < 0 || write_maps(proc_fd, pid, map) < 0 ? -1 : open_of(pid);
 	int error = errno;
-	/* No exit signal: only a wait with __WCLONE sees it, so the reaper of sandboxes never does. */
-	kill(pid, SIGKILL);
-	while (waitpid(pid, NULL, __WCLONE) < 0 && errno == EINTR)
-		;
+	end_clone(pid);
 	errno = error;
 	return fd;
 }
@@ -112,7 +124,9 @@ static int make(unsigned slot)
 int userns_open(unsigned slot)
 {
 	if (!cached_fd[slot]) {
-		int fd = make(slot);
+		char map[MAP_MAX];
+		map_of(slot, map);
+		int fd = make(slot, map);
 		if (fd < 0)
 			return -1;
 		cached_fd[slot] = fd + 1;
@@ -133,4 +147,69 @@ void userns_keep(unsigned slot, pid_t pid)
 {
 	if (!cached_fd[slot])
 		cached_fd[slot] = open_of(pid) + 1;
+}
+
+/* With the ids of every other slot beside its own, as they are outside: user namespaces inside it can have theirs. */
+int userns_make_wide(unsigned slot)
+{
+	uid_t first = UID_FIRST + slot * UIDS_PER_SLOT, next = first + UIDS_PER_SLOT, end = UID_FIRST + SLOTS_MAX * UIDS_PER_SLOT;
+	char map[MAP_MAX];
+
+	map_of(slot, map);
+	size_t length = strlen(map);
+	if (first > UID_FIRST)
+		length += (size_t)snprintf(map + length, MAP_MAX - length, "%u %u %u\n", UID_FIRST, UID_FIRST, first - UID_FIRST);
+	if (next < end)
+		snprintf(map + length, MAP_MAX - length, "%u %u %u\n", next, next, end - next);
+	return make(slot, map);
+}
+
+/* As root of the outer namespace, which is to own the inner one, and whose files in /proc its own copies then are. */
+static _Noreturn void make_from_inside(unsigned slot, int outer_fd, int answer_fd)
+{
+	struct clone_args arguments = {.flags = CLONE_NEWUSER | CLONE_PARENT};
+	char map[MAP_MAX];
+
+	map_of(slot, map);
+	/* Opened as root: only it may pass the supervisor's own root directory. */
+	int proc_fd = open("/proc", O_PATH | O_CLOEXEC);
+	if (proc_fd < 0 || setns(outer_fd, CLONE_NEWUSER) < 0 || setresgid(0, 0, 0) < 0 || setresuid(0, 0, 0) < 0 || prctl(PR_SET_DUMPABLE, 1) < 0)
+		_exit(errno);
+	pid_t pid = (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
+	if (pid == 0)
+		hold();
+	if (pid < 0 || write(answer_fd, &pid, sizeof(pid)) != sizeof(pid) || write_maps(proc_fd, pid, map) < 0)
+		_exit(errno);
+	_exit(0);
+}
+
+/* Inside another one, whose root owns it. */
+int userns_make_inside(unsigned slot, int outer_fd)
+{
+	struct clone_args arguments = {.flags = 0};
+	int answer[2], status = 0, fd = -1;
+	pid_t held = 0;
+
+	if (pipe2(answer, O_CLOEXEC) < 0)
+		return -1;
+	pid_t pid = (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
+	if (pid == 0)
+		make_from_inside(slot, outer_fd, answer[1]);
+	int error = errno;
+	close(answer[1]);
+	if (pid > 0) {
+		bool is_held = read(answer[0], &held, sizeof(held)) == sizeof(held);
+		while (waitpid(pid, &status, __WCLONE) < 0 && errno == EINTR)
+			;
+		error = WIFEXITED(status) ? WEXITSTATUS(status) : ECHILD;
+		if (is_held && error == 0) {
+			fd = open_of(held);
+			error = errno;
+		}
+		if (is_held)
+			end_clone(held);
+	}
+	close(answer[0]);
+	errno = error;
+	return fd;
 }

@@ -150,3 +150,19 @@ int remove_tree_at(int dir_fd, const char *name, bool is_cgroup)
 	errno = error;
 	return result;
 }
+
+/* Field 22 of a process's line in /proc, in clock ticks; 0 if it is gone. */
+uint64_t read_start_time(pid_t pid)
+{
+	char path[32], text[1024];
+	unsigned long long start_time = 0;
+
+	snprintf(path, sizeof(path), "/proc/%d/stat", pid);
+	if (read_at(-1, path, text, sizeof(text)) <= 0)
+		return 0;
+	/* The name, field 2, may hold anything; field 3 follows its last parenthesis. */
+	char *rest = strrchr(text, ')');
+	if (rest)
+		sscanf(rest + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &start_time);
+	return start_time;
+}
