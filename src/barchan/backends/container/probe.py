@@ -10,14 +10,15 @@ from pathlib import Path
 
 import msgspec
 
+from barchan.backends.container import criu
 from barchan.model.node import Requirement
 
 CONTAINER = "container"
 BUILD = "image build"
 LAYERS = "layers as files"
-UNPACKED = "layers as directories"  # where they can't stay files
 OPEN = 'network="open"'
 MANY = "many sandboxes"
+MEMORY = "memory snapshots"
 PYTHON_MIN = (3, 11)
 ATTEMPTS_S = 60
 TOOL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -52,16 +53,17 @@ TRIED: dict[str, tuple[str, str, str, str]] = {
 }  # fmt: skip
 
 
-def requirements() -> list[Requirement]:
+def requirements(state_dir: Path = criu.SHARED_STATE_DIR) -> list[Requirement]:
     """Everything checked on this host, what the container backend can't do without first.
 
     Those with `needed_for == "container"` decide whether it is usable. Takes about 0.1 s and leaves nothing behind.
+    `state_dir`: of a node, which may hold tools.
     """
     checked = [*_tried(), *_cgroups(), *_guest_binaries(), _tool("mkfs.btrfs", "btrfs-progs", CONTAINER), _python()]
     checked += [
-        _tool("fsck.erofs", "erofs-utils", UNPACKED),
         _tool("mmdebstrap", "mmdebstrap", BUILD),
         _tool("slirp4netns", "slirp4netns", OPEN),
+        _criu(state_dir),
     ]
     return sorted(checked, key=lambda item: item.needed_for != CONTAINER)
 
@@ -179,6 +181,17 @@ def _tool(tool: str, package: str, needed_for: str) -> Requirement:
     remedy = "" if path else f"apt-get install {package}"
     return Requirement(
         name=tool, ok=path is not None, needed_for=needed_for, found=path or "not installed", remedy=remedy
+    )
+
+
+def _criu(state_dir: Path) -> Requirement:
+    found = criu.find(state_dir)
+    return Requirement(
+        name="criu",
+        ok=found is not None,
+        needed_for=MEMORY,
+        found=f"{found.version}: {found.command[-1]}" if found else "none of version 4 or later",
+        remedy="" if found else "barchan tools install criu",
     )
 
 

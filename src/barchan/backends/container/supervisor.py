@@ -27,6 +27,16 @@ class Answer:
             os.close(fd)
         self.fds = []
 
+    def take_connection(self) -> tuple[socket.socket, int | None]:
+        """The connection to the init and the network's descriptor, if there is one; the supervisor minds the pidfd."""
+        if not self.fds:
+            raise BackendError("the supervisor sent no connection")
+        sock = socket.socket(fileno=self.fds.pop(0))
+        sock.setblocking(False)
+        network_fd = self.fds.pop() if len(self.fds) > 1 else None
+        self.close()
+        return sock, network_fd
+
 
 class SupervisorClient:
     """One connection to the supervisor, or to the `peer` that speaks as it does.
@@ -175,6 +185,6 @@ def _failure(op: str, message: wire.Message) -> Exception:
     text = message.get("message", "") or os.strerror(number)
     if stage == "unknown_id":
         return NotFound(f"the supervisor knows no such sandbox: {text}")
-    if op == "create":
+    if op in ("create", "restore"):
         return BootFailed(f"the sandbox did not start: {stage}: {text}", stage=stage, errno=number)
     return BackendError(f"the supervisor failed at {op}: {stage}: {text}", stage=stage, errno=number)

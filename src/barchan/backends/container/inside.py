@@ -1,0 +1,179 @@
+"""What must be known of a container before its memory is stored: mounts, the init's files, places, connections."""
+
+import os
+import re
+import socket
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec import Struct
+
+from barchan.backends.container.wipe import Area, areas_of
+from barchan.errors import BackendError, NotSnapshotable
+
+PROXY_PORT = 3128
+# What CRIU makes itself, besides /proc and what is bound from it; everything else is the platform's.
+OWN_MOUNTS = frozenset({"/", "/dev/pts", "/dev/shm", "/dev/.barchan"})
+_ESTABLISHED = frozenset(range(1, 12)) - {6, 7, 10}  # states of TCP with a peer: not TIME_WAIT, CLOSE, LISTEN
+_PLACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
+
+
+class Inside(Struct, frozen=True):
+    """See `MemoryRecord`. `fds`: the init's files, opened for reading. `wiped`: areas for `wipe`, by pid inside."""
+
+    uid_base: int
+    mounts: tuple[str, ...]
+    files: tuple[str, ...]
+    fds: tuple[int, ...]
+    places: dict[int, str]
+    wiped: dict[int, list[Area]]
+    clocks_ns: tuple[int, int]
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+def look(pid: int, guest: str) -> Inside:
+    """Look into a container whose processes, all of them, are stopped. The caller closes what it gets.
+
+    Args:
+        pid: Of its init. guest: Its guest's cgroup.
+    """
+    lines = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
+    files, fds = _init_files(pid, {int(line.split(" ", 1)[0]) for line in lines})
+    try:
+        mounts = tuple(point for point, kind in map(_mount, lines) if point not in OWN_MOUNTS and kind != "proc")
+        places, wiped = _programs(guest)
+        uid_base = int(Path(f"/proc/{pid}/uid_map").read_text().split()[1])
+        return Inside(uid_base, mounts, files, fds, places, wiped, _clocks(pid))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+def _mount(line: str) -> tuple[str, str]:
+    """Mount point and type of a line of mountinfo."""
+    left, _, right = line.partition(" - ")
+    return left.split()[4], right.split()[0]
+
+
+def _init_files(pid: int, known: set[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The init's program, its spool directory and its spool files: what it has open outside the sandbox's mounts."""
+    program = f"/proc/{pid}/exe"
+    directories: list[str] = []
+    spools: list[str] = []
+    names: dict[str, str] = {}
+    for path in sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda path: int(path.name)):
+        if os.readlink(path).startswith("/") and (name := _name(path, known)):
+            names[os.fspath(path)] = name
+            (directories if os.path.isdir(path) else spools).append(os.fspath(path))
+    names[program] = _name(Path(program), known)
+    if len(directories) != 1 or not names[program]:
+        raise BackendError(f"the init {pid} has no program and one spool directory outside the sandbox")
+    ordered = [program, *directories, *spools]
+    fds: list[int] = []
+    try:
+        for path_ in ordered:
+            fds.append(os.open(path_, os.O_RDONLY | os.O_CLOEXEC))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return tuple(names[path_] for path_ in ordered), tuple(fds)
+
+
+def _name(path: Path, known: set[int]) -> str:
+    """CRIU's name of an open file, "" if it lies in a mount of the sandbox."""
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        info = Path(f"/proc/self/fdinfo/{fd}").read_text()
+        mount_id = next(int(line.split()[1]) for line in info.splitlines() if line.startswith("mnt_id"))
+        return "" if mount_id in known else f"file[{mount_id:x}:{os.stat(fd).st_ino:x}]"
+    finally:
+        os.close(fd)
+
+
+def _programs(guest: str) -> tuple[dict[int, str], dict[int, list[Area]]]:
+    """For each of the guest's processes the group that it is in, `.` for the guest's own, and its areas to be wiped.
+
+    Raises:
+        NotSnapshotable: The platform runs something in the sandbox.
+    """
+    platform = Path(guest).with_name("platform")
+    if any(_pids(group) for group in (platform, *_groups(platform))):
+        raise NotSnapshotable("a command of the platform is running in the sandbox: ask again when it has ended")
+    places: dict[int, str] = {}
+    wiped: dict[int, list[Area]] = {}
+    for group in (Path(guest), *_groups(Path(guest))):
+        place = "." if group == Path(guest) else group.name
+        for pid in _pids(group):
+            inside = _pid_inside(pid)
+            places[inside] = place
+            if areas := areas_of(Path(f"/proc/{pid}/smaps").read_bytes()):
+                wiped[inside] = areas
+    return places, wiped
+
+
+def _groups(group: Path) -> list[Path]:
+    with suppress(FileNotFoundError):
+        return [Path(entry.path) for entry in os.scandir(group) if entry.is_dir()]
+    return []
+
+
+def _pids(group: Path) -> list[str]:
+    with suppress(FileNotFoundError):
+        return (group / "cgroup.procs").read_text().split()
+    return []
+
+
+def _pid_inside(pid: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])
+
+
+def is_place(name: str) -> bool:
+    return name == "." or _PLACE.fullmatch(name) is not None
+
+
+def _clocks(pid: int) -> tuple[int, int]:
+    """Monotonic time and time since boot as the container sees them, in ns."""
+    offsets = {"monotonic": 0, "boottime": 0}
+    with suppress(FileNotFoundError):  # a kernel without time namespaces
+        for line in Path(f"/proc/{pid}/timens_offsets").read_text().splitlines():
+            name, seconds, nanoseconds = line.split()
+            offsets[name] = int(seconds) * 1_000_000_000 + int(nanoseconds)
+    return (
+        time.clock_gettime_ns(time.CLOCK_MONOTONIC) + offsets["monotonic"],
+        time.clock_gettime_ns(time.CLOCK_BOOTTIME) + offsets["boottime"],
+    )
+
+
+def outside_connections(pid: int, network: str) -> list[str]:
+    """Peers of the container's TCP connections that leave it: through the proxy, or to another address than its own."""
+    found: list[str] = []
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with suppress(FileNotFoundError):  # no IPv6 in this kernel
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                _, local, remote, state, *_rest = line.split()
+                if int(state, 16) not in _ESTABLISHED:
+                    continue
+                if network == "proxy" and PROXY_PORT in (_address(local, family)[1], _address(remote, family)[1]):
+                    found.append("the proxy")
+                elif not _is_loopback(_address(remote, family)[0]):
+                    found.append("{}:{}".format(*_address(remote, family)))
+    return sorted(set(found))
+
+
+def _address(text: str, family: socket.AddressFamily) -> tuple[str, int]:
+    """Of the kernel's form: words of the host's byte order in hexadecimal, a colon, the port."""
+    address, port = text.split(":")
+    words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+    return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith(("127.", "::ffff:127.")) or address == "::1"
