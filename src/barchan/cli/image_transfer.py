@@ -1,15 +1,27 @@
 """`barchan image pull` and `push`: images from anywhere, and back to where others run them."""
 
 import asyncio
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from barchan.cli.common import DEFAULTS, OK, Common, human_bytes, key_values, print_json
+from barchan.cli.common import DEFAULTS, OK, Common, bytes_of, human_bytes, key_values, print_json
 from barchan.cli.image_build import Words, layer_kind, made, own_store
 from barchan.cli.image_store import is_store, pull_from_store, push_to_store
 from barchan.cli.progress import progress
 from barchan.errors import InvalidSpec
+from barchan.image.pack import Limits
+
+LIMITS = {
+    "entries": "entries_max",
+    "bytes": "bytes_max",
+    "depth": "depth_max",
+    "attribute-bytes": "xattr_bytes_max",
+    "text-bytes": "text_bytes_max",
+    "git-memory": "git_bytes_max",
+}
+COUNTS = ("entries", "depth")
 
 
 def pull(
@@ -26,6 +38,7 @@ def pull(
     mirror: Words = (),
     plain_http: bool = False,
     auth_file: Path | None = None,
+    limit: Words = (),
     common: Common = DEFAULTS,
 ) -> int:
     """Make an image of one that is elsewhere, of a directory or of a git
@@ -61,9 +74,11 @@ def pull(
         mirror: HOST[:PORT] of a registry to ask first; may be repeated.
         plain_http: Speak to the registry without TLS, as to one on this machine.
         auth_file: Docker's config file with the credentials. [default: ~/.docker/config.json]
+        limit: NAME=VALUE, of what an image may hold; may be repeated. [default: entries=4000000, bytes=256GiB,
+            depth=2048, attribute-bytes=256MiB, text-bytes=128MiB, git-memory=4GiB]
     """
     if is_store(source):
-        given = {"user": user, "workdir": workdir, "env": env, "owner": owner, "mirror": mirror}
+        given = {"user": user, "workdir": workdir, "env": env, "owner": owner, "mirror": mirror, "limit": limit}
         _refuse({**given, "plain-http": plain_http, "auth-file": auth_file}, f"a blob store ({source})")
         return pull_from_store(source, image, name, lazy=lazy, common=common)
     _refuse({"image": image, "lazy": lazy}, f"anything but a blob store ({source})")
@@ -75,7 +90,15 @@ def pull(
     registries = RegistryOptions(mirrors=mirror, plain_http=plain_http, auth_file=_auth_file(auth_file))
     with progress(f"pulling {name or source}") as say:
         template = asyncio.run(
-            pull_image(own_store(common), source, kind=layer_kind(), progress=say, wishes=wishes, registries=registries)
+            pull_image(
+                own_store(common),
+                source,
+                kind=layer_kind(),
+                progress=say,
+                wishes=wishes,
+                registries=registries,
+                limits=limits_of(key_values(limit, "--limit")),
+            )
         )
     return made(template, common)
 
@@ -142,6 +165,22 @@ def _refuse(given: Mapping[str, object], where: str) -> None:
     """
     if names := [f"--{name}" for name, value in given.items() if value]:
         raise InvalidSpec(f"{', '.join(names)}: no option for {where} (try: without, see --help)")
+
+
+def limits_of(given: Mapping[str, str]) -> Limits:
+    """The limits of `--limit`, the usual ones where it names none.
+
+    Raises:
+        InvalidSpec: There is no such limit, or the value is no number of its kind.
+    """
+    values: dict[str, int] = {}
+    for name, text in given.items():
+        if name not in LIMITS:
+            raise InvalidSpec(f"--limit {name}={text}: there is no such limit; there are: {', '.join(LIMITS)}")
+        if name in COUNTS and not re.fullmatch(r"[0-9]{1,15}", text):
+            raise InvalidSpec(f"--limit {name}={text}: give a whole number")
+        values[LIMITS[name]] = int(text) if name in COUNTS else bytes_of(text, f"--limit {name}")
+    return Limits(**values)
 
 
 def _auth_file(given: Path | None) -> Path:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from barchan.cli.common import bytes_of, seconds_of
+from barchan.cli.image_transfer import limits_of
 from barchan.cli.main import main
 from barchan.errors import InvalidSpec
-from barchan.image.pack import pack_tree
+from barchan.image.pack import Limits, pack_tree
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.template import Layer, Template, TemplateConfig
 
@@ -143,3 +144,20 @@ def test_durations_and_sizes_are_written_as_people_do() -> None:
     for text in ("", "KiB", "-1", "1GB", "1e3", "nan"):
         with pytest.raises(InvalidSpec, match=r"--x .*20GiB"):
             bytes_of(text, "--x")
+
+
+def test_limits_of_a_pull_are_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by its name; a wrong one is refused with those there are."""
+    (tmp_path / "tree").mkdir()
+    for name in "abc":
+        (tmp_path / "tree" / name).write_text(name)
+    source = ("pull", f"dir:{tmp_path / 'tree'}", "--name", "t")
+    said(capsys, *source, "--limit", "entries=2", code=2)
+    said(capsys, *source, "--limit", "entries=10", "--limit", "bytes=1MiB")
+    assert limits_of({"bytes": "2KiB", "depth": "7", "git-memory": "1GiB"}) == Limits(
+        bytes_max=2048, depth_max=7, git_bytes_max=1 << 30
+    )
+    assert limits_of({}) == Limits()
+    for given in ({"names": "1"}, {"entries": "1MiB"}, {"bytes": "x"}):
+        with pytest.raises(InvalidSpec, match=r"there are: entries, bytes|whole number|KiB"):
+            limits_of(given)
