@@ -17,7 +17,7 @@ from barchan.snapshot.pager.keeper import Group
 from barchan.snapshot.pager.link import PagerLink
 from barchan.snapshot.pager.served import Served
 from barchan.snapshot.pager.source import Chunks, Source
-from barchan.snapshot.shelf import Shelf
+from barchan.snapshot.shelf import FOLDER, Shelf
 from tests.lazy_memory import Ground, ask
 from tests.leaks import processes
 
@@ -100,11 +100,13 @@ class Node:
     def __init__(self, dumped: Dumped, state_dir: Path) -> None:
         self.dumped = dumped
         self.state_dir = state_dir
-        self.failed: list[tuple[str, str, int]] = []  # and how many programs lived when it was told
-        self.pager = Pager(state_dir, dumped.shelf.root, self._on_failed)
+        self.failed: list[tuple[str, str]] = []
+        self.shelf = state_dir / FOLDER
+        self.shelf.symlink_to(dumped.shelf.root)
+        self.pager = Pager(state_dir, lambda _: os.fspath(dumped.ground.group / "guest"), self._on_unavailable)
 
-    def _on_failed(self, sandbox_id: str, cause: str) -> None:
-        self.failed.append((sandbox_id, cause, len(self.dumped.ground.pids())))
+    def _on_unavailable(self, sandbox_id: str, cause: str) -> None:
+        self.failed.append((sandbox_id, cause))
 
     def pids(self) -> list[int]:
         """Of the pager and its keeper, in this order."""
@@ -116,7 +118,7 @@ class Node:
     async def restore_and_stop_pager(self) -> PagerLink:
         """Restore, and stop the pager with SIGSTOP before all memory is there; it may take some tries."""
         while True:
-            link = await self.pager.serve("sb_1", "snap_1", self.dumped.ground.group)
+            link = await self.pager.serve("sb_1", "snap_1")
             await self.dumped.restore(link.directory)
             os.kill(self.pids()[0], signal.SIGSTOP)
             await asyncio.sleep(0.05)  # for what it has said before
@@ -131,9 +133,11 @@ class Node:
 async def node(dumped: Dumped, tmp_path: Path) -> AsyncIterator[Node]:
     made = Node(dumped, tmp_path)
     yield made
+    await made.pager.shutdown()
     await made.pager.close()
-    for pid in made.pids():
-        os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while made.pids():
+            await asyncio.sleep(0.01)
 
 
 class NoKeeper:
@@ -174,7 +178,7 @@ async def test_programs_may_do_anything_before_their_memory_is_there(dumped: Dum
 
 async def test_all_of_it_again_while_memory_streams_in(node: Node) -> None:
     """The same with the pager's own process, which hurries; afterwards memory is ordinary, and the pager waits."""
-    link = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    link = await node.pager.serve("sb_1", "snap_1")
     await node.dumped.restore(link.directory)
     await node.dumped.ask(WATCH)
     done = {expression: await node.dumped.ask(expression) for expression in MEANWHILE}
@@ -190,18 +194,17 @@ async def test_all_of_it_again_while_memory_streams_in(node: Node) -> None:
 
 
 async def test_a_killed_pager_takes_the_sandbox_with_it(node: Node) -> None:
-    """Nobody sees a page that is missing: the node is told first, then the keeper ends the programs."""
+    """Nobody sees a page that is missing: the node ends the programs while the keeper holds those pages back."""
     link = await node.restore_and_stop_pager()
     asking = asyncio.create_task(node.dumped.ask(WATCH))
     os.kill(node.pids()[0], signal.SIGKILL)
     with pytest.raises(BackendError, match="the pager died"):
         await link.complete()
-    ((sandbox_id, _, alive),) = node.failed
-    assert (sandbox_id, alive) == ("sb_1", 1)
+    assert [sandbox_id for sandbox_id, _ in node.failed] == ["sb_1"]
     await node.dumped.gone()
     assert not node.dumped.was_wrong()
     await asyncio.gather(asking, return_exceptions=True)
-    again = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    again = await node.pager.serve("sb_1", "snap_1")
     await node.dumped.restore(again.directory)
     assert await node.dumped.ask(RIGHT) is True
     await again.complete()
@@ -209,49 +212,48 @@ async def test_a_killed_pager_takes_the_sandbox_with_it(node: Node) -> None:
 
 async def test_a_pager_without_keeper_ends_its_work_and_no_other(node: Node) -> None:
     """The sandbox gets its memory; the next one gets another pager."""
-    link = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    link = await node.pager.serve("sb_1", "snap_1")
     pager, keeper = node.pids()
     os.kill(keeper, signal.SIGKILL)
     await node.dumped.restore(link.directory)
     assert await node.dumped.ask(RIGHT) is True
     await link.complete()
-    await node.pager.start()
+    await (await node.pager.serve("sb_2", "snap_1")).drop()
     assert pager not in node.pids()
     assert node.failed == []
 
 
-async def test_a_damaged_chunk_ends_the_sandbox(node: Node, tmp_path: Path) -> None:
-    """The node is told why while the programs still live; none of them reads a wrong byte."""
-    shelf = tmp_path / "shelf"
-    shutil.copytree(node.dumped.shelf.root, shelf, symlinks=True)
-    (packed,) = [path for path in shelf.iterdir() if not path.is_symlink()]
+async def test_a_damaged_chunk_ends_the_sandbox(node: Node) -> None:
+    """The node is told why; none of the programs reads a wrong byte."""
+    node.shelf.unlink()
+    shutil.copytree(node.dumped.shelf.root, node.shelf, symlinks=True)
+    (packed,) = [path for path in node.shelf.iterdir() if not path.is_symlink()]
     content = bytearray(packed.read_bytes())
     for at in range(len(content) // 2, len(content) // 2 + (4 << 20), 64 << 10):
         content[at] ^= 1
     packed.write_bytes(content)
-    other = Node(node.dumped, tmp_path)
-    other.pager = Pager(tmp_path, shelf, other._on_failed)
-    link = await other.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    link = await node.pager.serve("sb_1", "snap_1")
     await node.dumped.restore(link.directory)
     asking = asyncio.create_task(node.dumped.ask(WATCH))
     with pytest.raises(SnapshotCorrupt):
         await link.complete()
-    ((sandbox_id, cause, alive),) = other.failed
-    assert (sandbox_id, alive) == ("sb_1", 1)
+    ((sandbox_id, cause),) = node.failed
+    assert sandbox_id == "sb_1"
     assert "sha256" in cause
     await node.dumped.gone()
     assert not node.dumped.was_wrong()
     await asyncio.gather(asking, return_exceptions=True)
-    await other.pager.close()
 
 
 async def test_a_node_finds_what_the_one_before_had_begun(node: Node) -> None:
     """A pager outlives its node, and goes on."""
-    first = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    first = await node.pager.serve("sb_1", "snap_1")
     await node.pager.close()
-    assert await node.pager.take_over() == ["sb_1"]
-    link = node.pager.link("sb_1")
-    assert link is not None
+    assert node.pager.link("sb_1") is None
+    node.pager.adopted()
+    async with asyncio.timeout(10):
+        while (link := node.pager.link("sb_1")) is None:
+            await asyncio.sleep(0.01)
     assert link.directory == first.directory
     await node.dumped.restore(link.directory)
     await link.complete()
@@ -260,19 +262,32 @@ async def test_a_node_finds_what_the_one_before_had_begun(node: Node) -> None:
 
 async def test_a_sandbox_that_is_ended_meanwhile_leaves_nothing(node: Node) -> None:
     """Before CRIU came, after its failure, and while memory comes in."""
-    link = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    link = await node.pager.serve("sb_1", "snap_1")
     await link.drop()
     assert not link.directory.exists()
-    link = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    link = await node.pager.serve("sb_1", "snap_1")
     _, writer = await asyncio.open_unix_connection(link.directory / "lazy-pages.socket")
     writer.close()  # as a CRIU that fails
     with pytest.raises(BackendError, match="CRIU ended"):
         await link.complete()
     assert not link.directory.exists()
-    link = await node.pager.serve("sb_1", "snap_1", node.dumped.ground.group)
+    link = await node.pager.serve("sb_1", "snap_1")
     await node.dumped.restore(link.directory)
     Group(os.fspath(node.dumped.ground.group)).kill()
     await node.dumped.gone()
     await link.complete()
     assert not link.directory.exists()
     assert node.failed == []
+
+
+async def test_the_keeper_ends_a_sandbox_alone(node: Node) -> None:
+    """Where no node sees the pager die."""
+    await node.restore_and_stop_pager()
+    pager = node.pids()[0]
+    await node.pager.close()
+    asking = asyncio.create_task(node.dumped.ask(WATCH))
+    os.kill(pager, signal.SIGKILL)
+    await node.dumped.gone()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert node.failed == []
+    assert not node.dumped.was_wrong()

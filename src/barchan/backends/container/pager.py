@@ -10,18 +10,21 @@ import select
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from barchan.backends.container.cgroup import kill
 from barchan.backends.container.supervisor import SupervisorClient
 from barchan.errors import BackendError, BarchanError, ConnectionLost, RequirementMissing, from_wire
 from barchan.snapshot.pager.link import PagerLink, Placed
+from barchan.snapshot.shelf import FOLDER
 from barchan.wire import supervisor as wire
 
 VERSION = 1
 START_TIMEOUT_S = 60.0
+LAST_WAIT_S = 20.0
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -29,33 +32,35 @@ class Pager:
     """Starts the pager when it is wanted, and knows which sandboxes lack pages.
 
     Args:
-        state_dir: The node's; holds the pager's directory and log.
-        shelf: Where the node keeps snapshots.
-        on_failed: Told once of a running sandbox, by id, whose pages can't be had, and why. It must have seen to the
-            end of that sandbox, or have begun to, when it returns.
+        state_dir: The node's; holds the pager's directory and log, and the snapshots.
+        guest_of: The directory of the group, of the version 2 hierarchy, that holds a sandbox's guest, by its id.
+        on_unavailable: Told once of a sandbox, by id, whose memory can't be had, and why; it was killed just before.
     """
 
-    def __init__(self, state_dir: Path, shelf: Path, on_failed: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, state_dir: Path, guest_of: Callable[[str], str], on_unavailable: Callable[[str, str], None]
+    ) -> None:
         self._root = state_dir / "pager"
         self._log = state_dir / "pager.log"
         self._socket = self._root / "pager.sock"
-        self._shelf = shelf
-        self._on_failed = on_failed
+        self._shelf = state_dir / FOLDER
+        self._guest_of = guest_of
+        self._on_unavailable = on_unavailable
         self._links: dict[str, PagerLink] = {}
         self._client: SupervisorClient | None = None
         self._pidfd = -1
         self._connecting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def take_over(self) -> list[str]:
-        """Find the pager of a node before this one, and the sandboxes that it serves; none is started."""
+    def adopted(self) -> None:
+        """Take over the pager of a node before this one, and the sandboxes that it serves; none is started."""
+        self._spawn_task(self._take_over())
+
+    async def _take_over(self) -> None:
         async with self._connecting:
             if self._client is None:
-                try:
+                with suppress(OSError):
                     self._client = await self._open()
-                except OSError:
-                    return []
-        return list(self._links)
 
     async def start(self) -> None:
         """Have a pager ready, so that the first restore need not wait for it.
@@ -69,21 +74,21 @@ class Pager:
         """Of a sandbox whose memory is not complete."""
         return self._links.get(sandbox_id)
 
-    async def serve(self, sandbox_id: str, snapshot_id: str, group: Path) -> PagerLink:
-        """Have a sandbox's memory given to it as it is restored.
-
-        Args:
-            group: Its control group of version 2; must be there when CRIU comes.
+    async def serve(self, sandbox_id: str, snapshot_id: str) -> PagerLink:
+        """Have a sandbox's memory given to it as it is restored. Its control group must be there when CRIU comes.
 
         Raises:
             SnapshotCorrupt, NotFound: The snapshot can't be used.
-            CapacityError: Too much is being restored.
+            CapacityError: Too much is being restored. ConnectionLost: Pagers die one after the other.
             RequirementMissing: The pager can't be started.
         """
+        keys = {"id": sandbox_id, "snapshot": snapshot_id, "group": os.path.dirname(self._guest_of(sandbox_id))}
+        client = await self._connected()
         try:
-            message = await self._request("serve", id=sandbox_id, snapshot=snapshot_id, group=os.fspath(group))
-        except ConnectionLost:  # it was about to end, or was killed
-            message = await self._request("serve", id=sandbox_id, snapshot=snapshot_id, group=os.fspath(group))
+            message = await self._request("serve", **keys)
+        except ConnectionLost:  # it was killed, or ends when it is done with what it has
+            await asyncio.wait({client.lost}, timeout=LAST_WAIT_S)
+            message = await self._request("serve", **keys)
         return self._new_link(sandbox_id, Path(message.get("directory")))
 
     async def close(self) -> None:
@@ -95,6 +100,15 @@ class Pager:
         for link in self._links.values():
             link.placed.cancel()
         self._links.clear()
+
+    async def shutdown(self) -> None:
+        """When no sandbox is left: the pager ends."""
+        async with self._connecting:
+            with suppress(OSError, ConnectionLost):  # there is none
+                self._client = self._client or await self._open()
+                (await self._client.request("shutdown")).close()
+            self._links.clear()
+            self._disconnect()
 
     def _new_link(self, sandbox_id: str, directory: Path) -> PagerLink:
         link = self._links[sandbox_id] = PagerLink(sandbox_id, directory, lambda: self._drop(sandbox_id))
@@ -183,7 +197,7 @@ class Pager:
         links, self._links = self._links, {}
         for sandbox_id, link in links.items():
             self._fail(link, BackendError(f"the pager died before the memory of sandbox {sandbox_id} was in place"))
-            self._on_failed(sandbox_id, "the process that gives it its memory died")
+            self._tell(sandbox_id, "the process that gives it its memory died")
 
     def _disconnect(self) -> None:
         client, self._client = self._client, None
@@ -215,10 +229,18 @@ class Pager:
     def _failed(self, sandbox_id: str, message: wire.Message) -> None:
         if (link := self._links.pop(sandbox_id, None)) is not None:
             self._fail(link, _error(message))
-        self._on_failed(sandbox_id, message.get("cause"))
-        task = asyncio.get_running_loop().create_task(self._acknowledge(sandbox_id))
+        self._tell(sandbox_id, message.get("cause"))
+        self._spawn_task(self._acknowledge(sandbox_id))
+
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _tell(self, sandbox_id: str, cause: str) -> None:
+        """First nothing of the sandbox may run again, then it is said why."""
+        kill(self._guest_of(sandbox_id))
+        self._on_unavailable(sandbox_id, f"its memory: {cause}")
 
     async def _acknowledge(self, sandbox_id: str) -> None:
         with suppress(ConnectionLost):  # the sandbox is ended without us

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from barchan.errors import BarchanError, CapacityError, Conflict, LocalProtocolError
+from barchan.errors import BarchanError, CapacityError, Conflict, ConnectionLost, LocalProtocolError
 from barchan.image.lazy.control import Answer, Control
 from barchan.snapshot.pager.keeper import SERVED_MAX, Keeper
 from barchan.snapshot.pager.served import Dropped, Served
@@ -63,6 +63,7 @@ class Pager:
                 "drop": self._drop,
                 "status": self._status,
                 "ended": self._node_ended,
+                "shutdown": self._shutdown,
             },
         )
         self._loop.add_reader(keeper.ended, self._unkept)
@@ -99,8 +100,10 @@ class Pager:
     async def _serve(self, message: wire.Message, fds: list[int]) -> Answer:
         _refuse(fds)
         sandbox_id, snapshot_id, group = message.get("id"), message.get("snapshot"), message.get("group")
-        if self._is_last or len(self._served) >= SERVED_MAX:
-            raise CapacityError("the pager is full, or about to end", retry_after_ms=1000)
+        if self._is_last:
+            raise ConnectionLost("this pager ends when it is done with what it has")
+        if len(self._served) >= SERVED_MAX:
+            raise CapacityError(f"the memory of {SERVED_MAX} sandboxes is coming in already", retry_after_ms=1000)
         if sandbox_id in self._served or "/" in sandbox_id or sandbox_id.startswith("."):
             raise Conflict(f"the pager serves a sandbox {sandbox_id} already, or can't")
         source = await self._loop.run_in_executor(self._executor, self._open, snapshot_id)
@@ -175,6 +178,15 @@ class Pager:
             served, task = found
             served.drop()
             await asyncio.wait({task})
+        return {}, []
+
+    async def _shutdown(self, message: wire.Message, fds: list[int]) -> Answer:
+        """All sandboxes have ended."""
+        _refuse(fds)
+        for served, _ in self._served.values():
+            served.drop()
+        self._is_last = True
+        self._finished.set()
         return {}, []
 
     async def _status(self, message: wire.Message, fds: list[int]) -> Answer:

@@ -12,7 +12,7 @@ from barchan.snapshot.pagemap import PAGE_BYTES
 from barchan.snapshot.pager.regions import Part, Regions
 from barchan.snapshot.pager.space import Chunk
 
-CHUNKS_MAX: Final = 256
+CHUNKS_MAX: Final = 128
 """Of 128 KiB each, for all sandboxes together: siblings of one snapshot share them."""
 
 
