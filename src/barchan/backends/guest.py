@@ -177,7 +177,7 @@ class _Link(asyncio.Protocol):
     """One socket of a `GuestConnection`; what comes over a replaced one is ignored."""
 
     def __init__(self, owner: "GuestConnection") -> None:
-        self._owner = owner
+        self.owner = owner
         self._frames = wire.FrameReader()
         self.transport: asyncio.Transport | None = None
         self.greeted: asyncio.Future[None] = owner.loop.create_future()
@@ -186,16 +186,16 @@ class _Link(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._owner.link is not self:
+        if self.owner.link is not self:
             return
         try:
             for frame in self._frames.feed(data):
                 if frame.tag == wire.HELLO_TAG:
                     self._greet(frame)
                 else:
-                    self._owner.take(frame)
+                    self.owner.take(frame)
         except RemoteProtocolError as error:
-            self._owner.guest_gone(error)
+            self.owner.guest_gone(error)
 
     def _greet(self, frame: wire.Frame) -> None:
         if self.greeted.done():
@@ -209,8 +209,8 @@ class _Link(asyncio.Protocol):
         if not self.greeted.done():
             self.greeted.set_exception(ConnectionLost("the guest init closed the connection"))
             self.greeted.exception()
-        if self._owner.link is self:
-            self._owner.link_lost()
+        if self.owner.link is self:
+            self.owner.link_lost()
 
 
 class GuestConnection:
@@ -246,6 +246,20 @@ class GuestConnection:
         await self.loop.create_unix_connection(lambda: link, sock=sock)
         async with asyncio.timeout(REPLY_TIMEOUT_S):
             await link.greeted
+        await self._follow_all()
+
+    async def take_over(self, other: "GuestConnection") -> None:
+        """Go on over the connection that another one has to the same init, which has come back; the other is done."""
+        link, other.link = other.link, None
+        if link is None:
+            raise ConnectionLost("the connection to the guest init was lost")
+        self._drop_link()
+        self.on_lost, other.on_lost = other.on_lost, None
+        link.owner = self
+        self.link = link
+        await self._follow_all()
+
+    async def _follow_all(self) -> None:
         for process in list(self.processes.values()):
             if process.readers:
                 await process.follow_again()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from barchan.image.template import Layer, Template
 from barchan.model.gc import GcRequest
-from barchan.model.image import BUILT_PREFIX, MERGED_PREFIX
+from barchan.model.image import ASLEEP_PREFIX, BUILT_PREFIX, MERGED_PREFIX
 
 CACHE = (BUILT_PREFIX, MERGED_PREFIX)  # images that were made on the way to others, and would be made again
 GRACE_S = 120.0  # uses are noted once a minute, and a create may still be on its way
@@ -56,6 +56,7 @@ def choose(
             break
         ending = [layer for layer in set(template.layers) if uses[layer] == 1]
         is_busy = any(layer.digest in busy for layer in (*template.layers[:1], *ending))
+        is_busy = is_busy or template.name.startswith(ASLEEP_PREFIX)  # a sandbox on disk, whose node may not run
         is_base = any(layer.digest in stood_on for layer in template.layers[:1])
         if ranks[template.name].used_unix_s > latest or is_busy or is_base:
             stood_on.update(layer.digest for layer in template.layers)

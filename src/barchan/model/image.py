@@ -13,7 +13,8 @@ NAMES_MAX = 100_000
 BUILT_PREFIX = "prep-"  # what a recipe made
 MERGED_PREFIX = "merged-"  # layers of a long stack as one
 VERIFIER_PREFIX = "verify-"  # what a task's verifier installs
-MADE_PREFIXES = (BUILT_PREFIX, MERGED_PREFIX, VERIFIER_PREFIX)
+ASLEEP_PREFIX = "asleep-"  # what a sandbox had written when it was hibernated; its node removes it
+MADE_PREFIXES = (BUILT_PREFIX, MERGED_PREFIX, VERIFIER_PREFIX, ASLEEP_PREFIX)
 
 
 class NameRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

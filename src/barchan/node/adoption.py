@@ -22,7 +22,8 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
         sandboxes.leases.adopt(
             row.spec.lease_id, row.sandbox_id, row.spec.memory_mib, row.awake_s, is_awake=row.since_unix_s is None
         )
-    await hibernate.clean(sandboxes, {row.stored.snapshot_id for row in rows.values() if row.stored is not None})
+    stored = {row.stored.snapshot_id for row in rows.values() if row.stored is not None}
+    images = await hibernate.clean(sandboxes, stored, set(rows))
     # At once, so that what the host lacks is said by the node's start, not by a create.
     for name in backends.BACKENDS:
         backend = await sandboxes.backend(name)
@@ -35,6 +36,9 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
             *(backend.discard(sandbox_id) for sandbox_id in found - up),
         )
         backend.adopted()
+        for sandbox_id, names in images.items():
+            if sandbox_id in sandboxes.live:
+                sandboxes.live[sandbox_id].rest.images = names
         for row in ours:
             if row.sandbox_id not in sandboxes.live:
                 sandboxes.journal.end(row.sandbox_id, "lost", "node_lost")
@@ -44,6 +48,7 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
 async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
     """Take one sandbox over. One that can't be served any more is lost; the others are not."""
     live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
+    live.rest.own_layers = row.own_layers
     frozen_s = 0.0 if row.since_unix_s is None else max(0.0, time.time() - row.since_unix_s)
     try:
         live.equip(await backend.adopt(row.sandbox_id, row.spec, row.template), is_new=False)
@@ -67,7 +72,7 @@ async def _find_stored(sandboxes: "Sandboxes", row: Row) -> None:
     """One on disk: nothing of it is needed before somebody asks for it."""
     live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
     live.phase, live.rest.tier = "hibernated", "hibernated"
-    live.rest.stored, live.rest.is_asked = row.stored, row.is_asked
+    live.rest.stored, live.rest.is_asked, live.rest.own_layers = row.stored, row.is_asked, row.own_layers
     live.rest.freed_bytes = row.stored.memory_bytes if row.stored is not None else 0
     live.clock.stop()
     sandboxes.arm(live, row.awake_s)

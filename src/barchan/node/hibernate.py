@@ -1,26 +1,255 @@
-"""One sandbox to disk and back: its memory file on the node's shelf, and what it has written as a layer of its own."""
+"""One sandbox to disk and back: its memory file on the node's shelf, and what it has written as a layer of an image.
 
+It is stored while it stands still and is kept until the journal says that all of it is on disk; it comes back before
+the journal says that it runs. So a node that is killed on the way leaves it whole in one place, and what it had half
+made in the other is removed by the next one.
+"""
+
+import asyncio
+import os
+import secrets
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from barchan.errors import NotSnapshotable
+from msgspec.structs import replace
+
+from barchan.backends.base import Backend, Handle
+from barchan.core.finished import finished
+from barchan.core.lifecycle import Fact, next_phase
+from barchan.errors import BackendError, NotFound
+from barchan.image.template import Template
+from barchan.model.image import ASLEEP_PREFIX
+from barchan.model.node import SnapshotRequest
+from barchan.model.snapshot import MemoryRecord
+from barchan.node import snapshots
 from barchan.node.live import Live
+from barchan.node.network import Network
+from barchan.node.rest import Stored
 
 if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
 
+FOLDER_PREFIX = "hibernating-"  # in a node's state directory: memory directories, while they are packed or restored
+ID_PREFIX = "hib_"  # on the shelf
+
+
+class _Storing:
+    """One attempt to store a sandbox: what it makes, and how that goes again."""
+
+    def __init__(self, sandboxes: "Sandboxes", live: Live, backend: Backend) -> None:
+        self._sandboxes = sandboxes
+        self._live = live
+        self._backend = backend
+        token = secrets.token_hex(8)
+        self.snapshot_id = f"{ID_PREFIX}{token}"
+        self.image = f"{image_prefix(sandboxes)}{live.sandbox_id}-{token}"
+        self.memory = sandboxes.state_dir / f"{FOLDER_PREFIX}{token}"
+        self._packing: asyncio.Future[Template] | None = None
+
+    async def dump(self) -> None:
+        """Files and processes as they are; what was made of them is in `memory` and in a cut."""
+        await self._live.handle.cut(self.snapshot_id)
+        await self._live.handle.dump(self.memory, keep=True)
+
+    async def pack(self) -> Template | None:
+        """Make a file and an image of that; None, and it goes on meanwhile, when somebody waits for the sandbox."""
+        self._packing = asyncio.ensure_future(self._pack())
+        wanted = asyncio.ensure_future(self._live.rest.wanted.wait())
+        try:
+            await asyncio.wait({self._packing, wanted}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            wanted.cancel()
+        return self._packing.result() if self._packing.done() else None
+
+    async def _pack(self) -> Template:
+        """Memory and files at once: one is packed in a thread, the other by a process."""
+        live, sandboxes = self._live, self._sandboxes
+        asked = SnapshotRequest(name=self.image, base_layers=len(live.template.layers) - live.rest.own_layers)
+        template, _ = await asyncio.gather(
+            snapshots.snapshot(sandboxes, live, asked, self._pack_files, is_named=True),
+            asyncio.to_thread(sandboxes.shelf.pack, self.snapshot_id, self.memory),
+        )
+        return template
+
+    async def _pack_files(self, target: Path) -> None:
+        await self._live.handle.pack_cut(self.snapshot_id, target)
+
+    async def tidy(self) -> None:
+        """What was only needed on the way."""
+        await self._backend.remove_cut(self.snapshot_id)
+        await asyncio.to_thread(shutil.rmtree, self.memory, ignore_errors=True)
+
+    async def give_up(self) -> None:
+        """Leave nothing, once what is under way has come to its end."""
+        if self._packing is not None:
+            await asyncio.gather(self._packing, return_exceptions=True)
+        await self.tidy()
+        await asyncio.to_thread(self._sandboxes.shelf.remove, self.snapshot_id)
+        await _remove_image(self._sandboxes, self.image)
+
 
 async def store(sandboxes: "Sandboxes", live: Live, check: Callable[[], None]) -> None:
-    raise NotSnapshotable("memory snapshots are not here yet")
+    """Store a paused sandbox and free all it takes.
+
+    Args:
+        check: Raises when somebody waits for it: then it is left as it was.
+
+    Raises:
+        NotSnapshotable: It can't be stored for what it holds; it is as it was.
+        CapacityError, BackendError: There is no room, or it failed; it is as it was.
+        SandboxLost: It broke on the way.
+    """
+    backend = await sandboxes.backend(live.spec.backend)
+    storing = _Storing(sandboxes, live, backend)
+    frozen_s = asyncio.get_running_loop().time() - live.rest.frozen_at
+    try:
+        await storing.dump()
+        check()
+        template = await storing.pack()
+        check()
+        if template is None:
+            raise BackendError("packing ended before its time")
+    except BaseException:
+        sandboxes.tasks.spawn(storing.give_up())
+        raise
+    stored = Stored(
+        snapshot_id=storing.snapshot_id,
+        template=template,
+        own_layers=live.rest.own_layers + 1,
+        frozen_s=frozen_s,
+        memory_bytes=live.rest.memory_bytes,
+    )
+    await finished(_put_down(sandboxes, live, storing, stored))
 
 
-async def clean(sandboxes: "Sandboxes", known: set[str]) -> None:
-    """Remove what a killed node has left half made."""
+async def _put_down(sandboxes: "Sandboxes", live: Live, storing: _Storing, stored: Stored) -> None:
+    """From here on it is on disk, whatever happens to its processes."""
+    await _hold(sandboxes, live, stored.template)
+    sandboxes.journal.hibernate(live.sandbox_id, stored)
+    live.phase = next_phase(live.phase, Fact.MEMORY_STORED)
+    live.rest.stored, live.rest.tier = stored, "hibernated"
+    live.rest.freed_bytes += stored.memory_bytes
+    older, live.rest.images = live.rest.images, {storing.image}
+    if live.network is not None:
+        await live.network.close()
+        live.network = None
+    await live.handle.destroy()
+    await storing.tidy()
+    for image in older:
+        await _remove_image(sandboxes, image)
+
+
+async def restore(sandboxes: "Sandboxes", live: Live) -> None:
+    """Bring a hibernated sandbox back, and let it run.
+
+    Raises:
+        SnapshotCorrupt, SnapshotIncompatible, BootFailed, CapacityError, ...: It stays where it is.
+    """
+    stored = live.rest.stored
+    assert stored is not None
+    backend = await sandboxes.backend(live.spec.backend)
+    memory = sandboxes.state_dir / f"{FOLDER_PREFIX}{secrets.token_hex(8)}"
+    try:
+        record = await finished(asyncio.to_thread(_unpack, sandboxes, stored, memory))
+        handle = await backend.restore(
+            live.sandbox_id, live.spec, stored.template, memory, record, cut=None, pager=None
+        )
+        try:
+            await _take(sandboxes, live, handle)
+        except BaseException:
+            await finished(handle.destroy())
+            raise
+    finally:
+        await finished(asyncio.to_thread(shutil.rmtree, memory, ignore_errors=True))
+    await finished(_let_go(sandboxes, live, stored))
+
+
+def _unpack(sandboxes: "Sandboxes", stored: Stored, memory: Path) -> MemoryRecord:
+    with sandboxes.shelf.open(stored.snapshot_id) as file:
+        file.unpack(memory)
+        record = file.record
+    for directory, _, names in os.walk(
+        memory
+    ):  # CRIU reads them as the sandbox's root; the state directory is ours alone
+        os.chmod(directory, 0o755)
+        for name in names:
+            os.chmod(os.path.join(directory, name), 0o755)  # the init's program is among them
+    return record
+
+
+async def _take(sandboxes: "Sandboxes", live: Live, handle: Handle) -> None:
+    """Put the new processes in the place of those that went: whoever followed one follows it on."""
+    if live.is_equipped:
+        await live.processes.move(handle)
+        live.handle = handle
+    else:
+        live.equip(handle, is_new=False)
+        await handle.guest.watch_running()
+        live.defaults.shell = sandboxes.shells.known(live)
+    sandboxes.watch(live)
+    live.network = await Network.open(live.spec, handle, live.files, is_new=False)
+
+
+async def _let_go(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
+    """Its processes are there: from here on they count, and what is on disk does not."""
+    live.template = replace(live.template, layers=stored.template.layers, size_bytes=stored.template.size_bytes)
+    live.rest.own_layers, live.rest.stored = stored.own_layers, None
+    sandboxes.journal.wake(live.sandbox_id, live.template, stored.own_layers)
+    live.phase = "paused"
+    await live.handle.thaw(stored.frozen_s)
+    sandboxes.tiers.went_up(live)
+    await asyncio.to_thread(sandboxes.shelf.remove, stored.snapshot_id)
+
+
+async def _hold(sandboxes: "Sandboxes", live: Live, template: Template) -> None:
+    """Its layers stay, those it had before as well as the new ones."""
+    sandboxes.holds.release(live.sandbox_id)
+    await sandboxes.holds.hold(live.sandbox_id, template)
 
 
 async def remove(sandboxes: "Sandboxes", live: Live) -> None:
     """Of one that has ended: what it has on disk."""
+    if live.rest.stored is not None:
+        await asyncio.to_thread(sandboxes.shelf.remove, live.rest.stored.snapshot_id)
+    for image in live.rest.images:
+        await _remove_image(sandboxes, image)
 
 
-async def restore(sandboxes: "Sandboxes", live: Live) -> None:
-    raise NotSnapshotable("memory snapshots are not here yet")
+async def _remove_image(sandboxes: "Sandboxes", name: str) -> None:
+    with suppress(NotFound):
+        await snapshots.remove_image(sandboxes, name)
+
+
+def image_prefix(sandboxes: "Sandboxes") -> str:
+    """Of the images that hold what this node's sandboxes have written before they were hibernated."""
+    return f"{ASLEEP_PREFIX}{sandboxes.node_id[5:]}-"
+
+
+async def clean(sandboxes: "Sandboxes", stored: set[str], known: set[str]) -> dict[str, set[str]]:
+    """Remove what a killed node has left half made.
+
+    Args:
+        stored: Ids on the shelf that sandboxes need.
+        known: Ids of the sandboxes that live.
+
+    Returns:
+        The images of each sandbox that has some.
+    """
+    for path in sandboxes.state_dir.glob(f"{FOLDER_PREFIX}*"):
+        await asyncio.to_thread(shutil.rmtree, path)
+    for entry in await asyncio.to_thread(sandboxes.shelf.entries):
+        if entry.snapshot_id.startswith(ID_PREFIX) and entry.snapshot_id not in stored:
+            await asyncio.to_thread(sandboxes.shelf.remove, entry.snapshot_id)
+    images: dict[str, set[str]] = {}
+    prefix = image_prefix(sandboxes)
+    for template in await asyncio.to_thread(sandboxes.images.templates):
+        if template.name.startswith(prefix):
+            sandbox_id = template.name.removeprefix(prefix).rpartition("-")[0]
+            if sandbox_id in known:
+                images.setdefault(sandbox_id, set()).add(template.name)
+            else:
+                await _remove_image(sandboxes, template.name)
+    return images

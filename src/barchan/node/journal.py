@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS lease_terms (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sandbox_rest (
     id TEXT PRIMARY KEY, asleep_s REAL NOT NULL DEFAULT 0, since_unix_s REAL, is_asked INTEGER NOT NULL DEFAULT 0,
-    stored BLOB
+    stored BLOB, own_layers INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
@@ -44,6 +44,7 @@ class Row(Struct, frozen=True, kw_only=True):
         since_unix_s: Since when it sleeps now; None: it is awake.
         is_asked: It sleeps because somebody asked for it.
         stored: Where it is, hibernated.
+        own_layers: How many of its template's layers, from the top, it has written itself.
     """
 
     sandbox_id: str
@@ -58,6 +59,7 @@ class Row(Struct, frozen=True, kw_only=True):
     since_unix_s: float | None = None
     is_asked: bool = False
     stored: Stored | None = None
+    own_layers: int = 0
 
     @property
     def awake_s(self) -> float:
@@ -161,11 +163,11 @@ class Journal:
                 "UPDATE sandbox_rest SET stored = ? WHERE id = ?", (msgspec.json.encode(stored), sandbox_id)
             )
 
-    def wake(self, sandbox_id: str, template: Template | None = None) -> None:
+    def wake(self, sandbox_id: str, template: Template | None = None, own_layers: int = 0) -> None:
         """It is about to run again: where it was stored does not count any more.
 
         Args:
-            template: What it is made of from now on, if that has changed.
+            template: What it is made of from now on, if that has changed, with `own_layers` of its own.
         """
         with self._db:
             self._db.execute("BEGIN")
@@ -174,6 +176,7 @@ class Journal:
                 self._db.execute(
                     "UPDATE sandbox SET template = ? WHERE id = ?", (msgspec.json.encode(template), sandbox_id)
                 )
+                self._db.execute("UPDATE sandbox_rest SET own_layers = ? WHERE id = ?", (own_layers, sandbox_id))
             self._db.execute(
                 "UPDATE sandbox_rest SET asleep_s = asleep_s + max(0, ? - since_unix_s), since_unix_s = NULL, "
                 "is_asked = 0, stored = NULL WHERE id = ? AND since_unix_s IS NOT NULL",
@@ -231,7 +234,7 @@ class Journal:
     def _rows(self, where: str, *values: str) -> list[Row]:
         query = (
             "SELECT sandbox.id, spec, template, phase, created_unix_s, create_ms, ended_unix_s, end_cause, "
-            "asleep_s, since_unix_s, is_asked, stored "
+            "asleep_s, since_unix_s, is_asked, stored, own_layers "
             "FROM sandbox LEFT JOIN sandbox_rest ON sandbox_rest.id = sandbox.id " + where
         )
         return [
@@ -248,6 +251,7 @@ class Journal:
                 since_unix_s=found[9],
                 is_asked=bool(found[10]),
                 stored=msgspec.json.decode(found[11], type=Stored) if found[11] else None,
+                own_layers=found[12] or 0,
             )
             for found in self._db.execute(query, values)
         ]

@@ -111,6 +111,10 @@ class Shells:
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
+    def known(self, live: Live) -> str:
+        """Of one that can't be asked now: as others of its template have it, or the one that all have."""
+        return self._known.get(live.template.digest, SHELL_NAMES[-1])
+
     async def of(self, live: Live) -> str:
         digest = live.template.digest
         shell = self._known.pop(digest, None) or await live.find_shell()

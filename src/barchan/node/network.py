@@ -26,8 +26,11 @@ class Network:
         return proxy_env() if spec.network == "allow" else {}
 
     @classmethod
-    async def open(cls, spec: SandboxSpec, handle: Handle, files: Files) -> "Network | None":
+    async def open(cls, spec: SandboxSpec, handle: Handle, files: Files, *, is_new: bool = True) -> "Network | None":
         """Serve the network that `spec` asks for; None when it asks for none.
+
+        Args:
+            is_new: Not one that comes back with its files as they were.
 
         Raises:
             RequirementMissing: `open` needs a program that is not installed.
@@ -44,7 +47,8 @@ class Network:
                 if handle.netns is None:
                     raise BackendError("the backend gave no network namespace")
                 await network._stack.enter_async_context(OpenNetwork(handle.netns))
-                await files.run("write", "/etc/resolv.conf", "644", "0", user="root", stdin=RESOLV_CONF)
+                if is_new:
+                    await files.run("write", "/etc/resolv.conf", "644", "0", user="root", stdin=RESOLV_CONF)
         except BaseException:
             await network.close()
             raise

@@ -52,6 +52,13 @@ class Processes:
         self._feeders: set[asyncio.Task[None]] = set()
         self._deadlines: list[Timer] = []
 
+    async def move(self, handle: Handle) -> None:
+        """Go on in a sandbox that has come back from disk, with the same programs."""
+        await self._guest.take_over(handle.guest)
+        handle.guest = self._guest
+        self._handle = handle
+        self._oom_seen = handle.oom_kills()
+
     # building a START
 
     def _argv(self, argv: tuple[str, ...] | None, shell: str | None) -> tuple[tuple[str, ...], bytes]:

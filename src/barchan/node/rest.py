@@ -42,7 +42,8 @@ class Rest:
         self.memory_bytes = 0  # when it was last looked at, asleep
         self.refused = ""  # why it could not be hibernated since it was last awake
         self.stored: Stored | None = None
-        self.own_layers = 0
+        self.own_layers = 0  # of its template: what it had written when it was hibernated
+        self.images: set[str] = set()  # that keep those
         # of the policy
         self.waiting_since: float | None = None  # when nothing was asked of it any more
         self.look_at = 0.0

@@ -1,0 +1,130 @@
+"""Hibernation, with real sandboxes and CRIU: processes go to disk with their memory, and come back as they were."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+import barchan
+from tests.nodes import NodeProcess
+
+pytestmark = [pytest.mark.requires("root", "cgroup", "criu"), pytest.mark.timeout(180)]
+PYTHON = """
+import sys
+state = {"heap": list(range(1000))}
+for line in sys.stdin:
+    print(eval(line, state), flush=True)
+"""
+
+WATCHES = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+libc.inotify_add_watch(libc.inotify_init(), b"/tmp", 2)
+print("on", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+async def client(node: NodeProcess) -> AsyncIterator[barchan.AsyncClient]:
+    async with barchan.connect_async(f"unix://{node.socket}") as client:
+        yield client
+
+
+async def ask(process: barchan.AsyncProcess, line: str, at: int) -> tuple[str, int]:
+    """Feed a line to a program, and read its answer from offset `at` on; returns it and where the next one begins."""
+    await process.write_stdin(line + "\n")
+    said = b""
+    async for stream, _, data in process.output(at):
+        said += data if stream == "stdout" else b""
+        if said.endswith(b"\n"):
+            break
+    return said.decode().strip(), at + len(said)
+
+
+async def test_a_python_and_a_shell_come_back_as_they_were(client: barchan.AsyncClient) -> None:
+    """Memory, files, a shell's variables, offsets of output; again and again."""
+    sandbox = await client.create("debian", memory_mib=256)
+    python = await sandbox.start(["python3", "-u", "-c", PYTHON])
+    shell = await sandbox.shell()
+    assert (await shell.run("x=1; cd /tmp; echo $x")).text == "1\n"
+    answer, at = await ask(python, "heap.append(7) or len(heap)", 0)
+    assert answer == "1001"
+    for turn in range(3):
+        await sandbox.files.write(f"/tmp/file-{turn}", b"kept")
+        info = await sandbox.hibernate()
+        assert (info.phase, info.tier) == ("hibernated", "hibernated")
+        assert info.memory_freed_bytes > 1 << 20
+        assert (await sandbox.info()).phase == "hibernated"
+        answer, at = await ask(python, "heap.append(7) or len(heap)", at)
+        assert answer == str(1002 + turn)
+        assert (await shell.run("x=$((x + 1)); echo $x; pwd")).text == f"{2 + turn}\n/tmp\n"
+        listed = {info.path for info in await sandbox.files.list("/tmp")}
+        assert {f"/tmp/file-{number}" for number in range(turn + 1)} <= listed
+        assert (await sandbox.info()).phase == "ready"
+    assert await sandbox.kill()
+
+
+async def test_one_that_is_killed_on_disk_leaves_nothing(client: barchan.AsyncClient) -> None:
+    """No wake is needed for that."""
+    sandbox = await client.create("debian", memory_mib=64)
+    await sandbox.hibernate()
+    assert await sandbox.kill()
+    with pytest.raises(barchan.SandboxExpired):
+        await sandbox.exec("true")
+    assert not [image for image in await client.images() if sandbox.id in image.name]
+
+
+async def test_an_exec_and_its_deadline_outlast_hibernation(client: barchan.AsyncClient) -> None:
+    """Whoever waits for it waits on: its time goes on when the sandbox does."""
+    sandbox = await client.create("debian", memory_mib=64)
+    program = "i=0; while [ $i -lt 30 ]; do sleep 0.05; i=$((i+1)); done; echo done"
+    running = asyncio.create_task(sandbox.exec(program, timeout_s=4))
+    await asyncio.sleep(0.4)
+    await sandbox.hibernate()
+    await asyncio.sleep(4)
+    assert not running.done()
+    await sandbox.resume()
+    result = await running
+    assert (result.timed_out, result.text) == (False, "done\n")
+
+
+async def test_requests_at_once_share_the_way_back(client: barchan.AsyncClient) -> None:
+    """Twenty execs of one that is on disk, sent together."""
+    sandbox = await client.create("debian", memory_mib=64)
+    await sandbox.hibernate()
+    results = await asyncio.gather(*(sandbox.exec(["echo", str(number)]) for number in range(20)))
+    assert [result.text for result in results] == [f"{number}\n" for number in range(20)]
+
+
+async def test_what_cannot_be_stored_stays_paused_and_says_why(client: barchan.AsyncClient) -> None:
+    """A program that watches files through inotify, say."""
+    sandbox = await client.create("debian", memory_mib=128)
+    process = await sandbox.start(["python3", "-c", WATCHES])
+    async for _ in process.output():
+        break
+    with pytest.raises(barchan.NotSnapshotable, match="stays paused"):
+        await sandbox.hibernate()
+    info = await sandbox.info()
+    assert info.phase == "paused"
+    assert info.stays_paused
+    assert (await sandbox.exec("echo on")).text == "on\n"
+    assert (await process.info()).running
+
+
+async def test_they_outlive_the_node(make_node: Callable[[], NodeProcess]) -> None:
+    """The next one has them, and what they run."""
+    node = make_node()
+    node.start()
+    async with barchan.connect_async(f"unix://{node.socket}") as client:
+        sandbox = await client.create("debian", memory_mib=128, detach=True, ttl_s=600, labels={"kept": "yes"})
+        python = await sandbox.start(["python3", "-u", "-c", PYTHON])
+        answer, at = await ask(python, "heap.append(7) or len(heap)", 0)
+        await sandbox.hibernate()
+        node.kill()
+        node.start()
+        assert [info.phase for info in await client.list(labels={"kept": "yes"})] == ["hibernated"]
+        answer, at = await ask(python, "len(heap)", at)
+        assert answer == "1001"
+        await sandbox.hibernate()
+        await client.kill(labels={})
