@@ -12,6 +12,8 @@ from barchan.backends.guest import GuestConnection
 from barchan.image.template import Template
 from barchan.model.node import Requirement
 from barchan.model.sandbox import SandboxSpec, SandboxStats
+from barchan.model.snapshot import MemoryRecord
+from barchan.snapshot.pager.link import PagerLink
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
@@ -88,6 +90,22 @@ class Handle(Protocol):
         Cancellation: No cut is left.
         """
 
+    async def dump(self, target: Path, *, keep: bool) -> MemoryRecord:
+        """Store its processes and their memory in the new directory `target`, on a local file system.
+
+        Args:
+            keep: The sandbox goes on as it was, and stays frozen if it was; else its processes are gone afterwards,
+                and the caller destroys the rest.
+
+        Raises:
+            NotSnapshotable: It holds something that can't be stored; it is as it was.
+            RequirementMissing: The host can store no memory.
+            SandboxLost: It broke on the way, and has ended.
+            CapacityError, BackendError: It could not be stopped or written; it is as it was.
+
+        Cancellation: Seen when it has come to its end. On any failure `target` is gone.
+        """
+
     async def freeze(self) -> None:
         """Stop every program of the guest, and the init's timers; the init still answers. Repeating is harmless.
 
@@ -104,6 +122,14 @@ class Handle(Protocol):
     def activity(self) -> Activity:
         """What its programs do now. Costs some 20 us for each of them."""
 
+    async def warm(self) -> str:
+        """Have the warm interpreter of the sandbox's zygote ready in it; returns the name of its socket.
+
+        Raises:
+            InvalidSpec: The sandbox was not made of a zygote, or the interpreter can't be had any more.
+            BackendError: It could not be brought into the sandbox.
+        """
+
     async def end_if_starved(self, within_s: float) -> bool:
         """End the sandbox, as one whose image is unavailable, if its programs have spent the last `within_s` seconds
         waiting for bytes of its image rather than running. False: it lives on.
@@ -116,6 +142,55 @@ class Handle(Protocol):
         """Kernel counters as they are now."""
 
 
+class SlotCounts(Struct, frozen=True, kw_only=True):
+    """Slots now, and what became of all so far; see `model.pool.PoolInfo`."""
+
+    ready: int
+    filling: int
+    claimed: int
+    cold: int
+    filled: int
+    died: int
+    fill_ms: float
+
+
+class Slots(Protocol):
+    """Sandboxes made ahead of their creates, each under the id that its sandbox will have. None is used twice."""
+
+    async def keep(self, count: int, prefix: str) -> SlotCounts:
+        """Fill up to `count`, paced, and drop what is beyond; ids begin with `prefix`."""
+
+    def take(self, spec: SandboxSpec) -> str | None:
+        """The id of one that is ready and can become this; nobody else is given it. None: there is none."""
+
+    def is_lent(self, sandbox_id: str) -> bool:
+        """Taken, and neither started nor given back."""
+
+    def put_back(self, sandbox_id: str) -> None:
+        """One that is lent is not wanted after all, and its id was told to nobody."""
+
+    async def let_go(self, sandbox_id: str) -> None:
+        """One that is lent is not wanted, and its id can be no other sandbox's."""
+
+
+class MemoryPager(Protocol):
+    """Gives restored sandboxes their memory while they run. One whose memory can't be had is ended as unavailable."""
+
+    async def start(self) -> None:
+        """Have it ready, so that the first restore need not wait for it. Raises `RequirementMissing`."""
+
+    async def serve(self, sandbox_id: str, snapshot_id: str) -> PagerLink:
+        """What `Backend.restore` is given with a directory that lacks what may come later, of the node's snapshot.
+
+        Raises:
+            SnapshotCorrupt, NotFound: The snapshot can't be used. CapacityError: Too much is being restored.
+            RequirementMissing: It can't be started.
+        """
+
+    def link(self, sandbox_id: str) -> PagerLink | None:
+        """Of a sandbox whose memory is not complete."""
+
+
 class Backend(Protocol):
     """How isolation is done. `start` before use; `close` leaves the sandboxes running for the next node.
 
@@ -124,6 +199,8 @@ class Backend(Protocol):
     """
 
     capabilities: Capabilities
+    slots: Slots
+    pager: MemoryPager
     on_unavailable: Callable[[Sequence[str], str], None]
 
     def probe(self) -> Sequence[Requirement]:
@@ -150,6 +227,34 @@ class Backend(Protocol):
 
     async def remove_cut(self, name: str) -> None:
         """Let go of a cut; one that is not there needs nothing. Sandboxes that started from it keep their files."""
+
+    async def restore(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        template: Template,
+        memory: Path,
+        record: MemoryRecord,
+        *,
+        cut: str | None,
+        pager: PagerLink | None = None,
+    ) -> Handle:
+        """A new sandbox whose processes come from the memory directory `memory`; it may be used any number of times.
+
+        Its guest is frozen when this returns; its init answers, and its kernel has fresh entropy.
+
+        Args:
+            record: The directory's own.
+            cut: What its writable layer starts as; None: empty.
+            pager: Brings the memory while the sandbox runs; the directory then holds only what that leaves out.
+
+        Raises:
+            BootFailed: It did not come up; nothing of it is left.
+            SnapshotCorrupt: The directory is not as `dump` makes it.
+            RequirementMissing: The host can restore no memory.
+
+        Cancellation: What was half made is removed before the cancellation is seen.
+        """
 
     async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> Handle:
         """Take over a sandbox that an earlier node started."""

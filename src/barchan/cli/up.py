@@ -16,7 +16,9 @@ from barchan.sdk.endpoint import store_url
 from barchan.wire.api import ErrorBody
 
 
-def up(*, listen: str = "127.0.0.1:7070", store: str | None = None, common: Common = DEFAULTS) -> int:
+def up(
+    *, listen: str = "127.0.0.1:7070", store: str | None = None, warm: int | None = None, common: Common = DEFAULTS
+) -> int:
     """Run a node in the foreground, reachable over HTTP with a bearer token.
 
     Ends on SIGINT or SIGTERM. The token is made on first use, in a file that
@@ -31,6 +33,7 @@ def up(*, listen: str = "127.0.0.1:7070", store: str | None = None, common: Comm
         listen: HOST:PORT to serve on.
         store: Blob store of images that are not here: a directory, s3://BUCKET/PREFIX, gs://, az://, https://HOST/PATH
             (environment: BARCHAN_STORE).
+        warm: Sandboxes to keep ready for creates, at least (default: 4 per processor; 0: none).
     """
     state_dir = common.local_state_dir
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -39,6 +42,8 @@ def up(*, listen: str = "127.0.0.1:7070", store: str | None = None, common: Comm
     node += ["--listen", listen, "--token-file", str(token_file)]
     if store := store or os.environ.get("BARCHAN_STORE"):
         node += ["--store", store_url(store)]
+    if warm is not None:
+        node += ["--warm", str(warm)]
     ready, ready_end = os.pipe()
     with subprocess.Popen([*node, "--ready-fd", str(ready_end)], pass_fds=(ready_end,)) as process:
         os.close(ready_end)

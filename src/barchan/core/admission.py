@@ -19,6 +19,7 @@ class Limits(Struct, frozen=True, kw_only=True):
         running_max: Live sandboxes.
         memory_reserve_mib: Host memory that must stay available.
         disk_reserve_mib: Host disk that must stay free.
+        warm: Slots kept ready for creates, at least.
     """
 
     starting_max: int
@@ -26,6 +27,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     running_max: int
     memory_reserve_mib: int = 512
     disk_reserve_mib: int = 1024
+    warm: int = 0
 
 
 class Load(Struct, frozen=True, kw_only=True):

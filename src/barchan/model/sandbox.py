@@ -10,6 +10,7 @@ from barchan.model.tiers import Tier, Waiting
 Phase = Literal["pending", "booting", "ready", "paused", "hibernated", "stopped", "lost"]
 Network = Literal["none", "open", "allow"]
 Root = Literal["plain", "capable"]
+CpuClass = Literal["latency", "batch"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}$")]
 ProcessId = Annotated[str, Meta(min_length=1, max_length=128)]
 DURATION_S_MAX = 31_536_000.0  # a year
@@ -45,6 +46,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         backend: How isolation is done.
         memory_mib: Limit of the guest's memory; reaching it kills inside the guest, with evidence.
         cpus: CPU time per wall time.
+        cpu_class: `batch` runs only when no sandbox of class `latency` wants the processor.
         pids_max: Processes and threads at once.
         disk_mib: Size of the writable layer; the guest sees EDQUOT beyond it.
         network: `none` (loopback only), `open`, or `allow` (HTTP and HTTPS to `allow_hosts`, by name).
@@ -67,6 +69,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     backend: Literal["container"] = "container"
     memory_mib: Annotated[int, Meta(ge=16, le=1 << 20)] = 512
     cpus: Annotated[float, Meta(gt=0, le=1024)] = 1.0
+    cpu_class: CpuClass = "latency"
     pids_max: Annotated[int, Meta(ge=8, le=1 << 16)] = 512
     disk_mib: Annotated[int, Meta(ge=1, le=1 << 24)] = 1024
     network: Network = "none"

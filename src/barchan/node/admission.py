@@ -33,6 +33,7 @@ def default_limits() -> Limits:
         starting_max=4 * cpus,
         queued_max=4096,
         running_max=min(30_000, max(16, memory_available_mib() // 4)),
+        warm=4 * cpus,
     )
 
 

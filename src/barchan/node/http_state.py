@@ -7,6 +7,7 @@ from aiohttp import web
 
 from barchan.model.fork import ForkRequest
 from barchan.model.node import Killed, SnapshotRequest
+from barchan.model.pool import PoolRequest
 from barchan.model.tiers import Tier, TierRequest
 from barchan.node import storms
 from barchan.node.collect import encode_chunk
@@ -45,6 +46,13 @@ class StateHandlers(Handlers):
                 await response.write(encode_chunk(forked, packed=is_packed(request)))
         await response.write_eof()
         return response
+
+    async def pool(self, request: web.Request) -> web.StreamResponse:
+        return reply(request, await self.sandboxes.warm.info())
+
+    async def pool_set(self, request: web.Request) -> web.StreamResponse:
+        asked: PoolRequest = await self.body(request, "pool_set")
+        return reply(request, await self.sandboxes.warm.set(asked.slots))
 
     async def pause(self, request: web.Request) -> web.StreamResponse:
         return await self._to(request, "paused")

@@ -13,6 +13,7 @@ from barchan.backends.base import Backend, Ended, Handle
 from barchan.backends.container.lazy import ReaderSettings
 from barchan.core.admission import Limits
 from barchan.core.lifecycle import Fact, next_phase
+from barchan.core.warm_pool import Bounds
 from barchan.errors import (
     BarchanError,
     BlobUnavailable,
@@ -26,7 +27,7 @@ from barchan.errors import (
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
-from barchan.node import adoption, hibernate, upkeep
+from barchan.node import adoption, hibernate, memories, upkeep
 from barchan.node.admission import Admission, check_spec
 from barchan.node.forks import Forks
 from barchan.node.holds import Holds
@@ -39,6 +40,7 @@ from barchan.node.policy_loop import Policy
 from barchan.node.snapshot_tree import SnapshotTree
 from barchan.node.tasks import Tasks
 from barchan.node.tiers import Tiers
+from barchan.node.warm import WarmPool
 from barchan.snapshot.shelf import FOLDER, Shelf
 
 JOURNAL = "journal.sqlite"
@@ -69,10 +71,11 @@ class Sandboxes:
         self.holds = Holds(self.images, self.node_id)
         self.admission = Admission(limits, state_dir)
         self.shelf = Shelf(state_dir / FOLDER)
-        self.forks = Forks(self)
-        self.tree = SnapshotTree(self, state_dir / JOURNAL)
+        self.forks = Forks(self, state_dir / memories.FOLDER)
+        self.tree = SnapshotTree(self, state_dir / JOURNAL, state_dir / memories.FOLDER)
         self.leases = Leases(self.journal, self._lease_over)
         self.tiers = Tiers(self)
+        self.warm = WarmPool(self, Bounds.around(limits.warm))
         self.live: dict[str, Live] = {}
         self.by_create: dict[str, Live] = {}
         self.creates_total = 0
@@ -87,7 +90,7 @@ class Sandboxes:
         self.started = time.monotonic()
         self._backends: dict[str, Backend] = {}
         self._backend_locks: dict[str, asyncio.Lock] = {}
-        self._shells = Shells()
+        self.shells = Shells()
         self.tasks = Tasks()
         self.lost: dict[str, BarchanError] = {}
 
@@ -100,6 +103,7 @@ class Sandboxes:
         await self.tree.start()
         self.tasks.spawn(upkeep.sweep(self))
         self.tasks.spawn(Policy(self).run())
+        self.tasks.spawn(self.warm.run())
 
     async def backend(self, name: str) -> Backend:
         """The backend of this name, started on first use."""
@@ -114,9 +118,13 @@ class Sandboxes:
                 self.tasks.spawn(self._watch_backend(name, backend))
             return backend
 
+    def running_backend(self, name: str) -> Backend | None:
+        """The backend of this name, if it was started."""
+        return self._backends.get(name)
+
     def can_hibernate(self, live: Live) -> bool:
         """Whether its backend stores memory at all."""
-        backend = self._backends.get(live.spec.backend)
+        backend = self.running_backend(live.spec.backend)
         return backend is not None and backend.capabilities.memory_snapshot
 
     async def _watch_backend(self, name: str, backend: Backend) -> None:
@@ -190,7 +198,7 @@ class Sandboxes:
             template = await self.tree.template_for(spec)
             live = self._made_before(spec)  # meanwhile, by a repetition of this request
             if live is None:
-                live = self.begin(spec, template)
+                live = self.begin(spec, template, self.tree.start_of(spec) or start_empty)
                 await asyncio.shield(live.booted)
                 return live.info(self.node_id)
         await asyncio.shield(live.booted)
@@ -222,17 +230,26 @@ class Sandboxes:
             raise Conflict(f"create id {spec.create_id!r} was used for another sandbox", create_id=spec.create_id)
         return before
 
+    @property
+    def id_prefix(self) -> str:
+        return f"sb_{self.node_id[5:]}_"
+
     def new_id(self) -> str:
-        return f"sb_{self.node_id[5:]}_{secrets.token_hex(6)}"
+        return self.id_prefix + secrets.token_hex(6)
 
     def begin(
         self, spec: SandboxSpec, template: Template, start: Start = start_empty, sandbox_id: str | None = None
     ) -> Live:
         """Let it in and start it; `booted` tells how that went."""
-        sandbox_id = sandbox_id or self.new_id()
+        slot = self.warm.take(spec) if start is start_empty and sandbox_id is None else None
+        sandbox_id = sandbox_id or slot or self.new_id()
         priority = 0
         if spec.lease_id is not None:
-            self.leases.admit(spec.lease_id, sandbox_id, spec.memory_mib)
+            try:
+                self.leases.admit(spec.lease_id, sandbox_id, spec.memory_mib)
+            except BarchanError:
+                self.warm.unused(spec.backend, sandbox_id, is_known=False)
+                raise
             priority = self.leases.get(spec.lease_id).terms.priority
         live = Live(sandbox_id, self.leases.labelled(spec, spec.lease_id), template, time.time())
         if spec.create_id is not None:
@@ -293,7 +310,7 @@ class Sandboxes:
         """
         self.watch(live)
         live.network = await Network.open(live.spec, live.handle, live.files)
-        live.defaults.shell = await self._shells.of(live)
+        live.defaults.shell = await self.shells.of(live)
         if live.unavailable is not None:
             raise live.unavailable
         live.phase = next_phase("booting", Fact.INIT_UP)
@@ -416,7 +433,8 @@ class Sandboxes:
             )
 
     def _forget(self, live: Live) -> None:
-        self.live.pop(live.sandbox_id, None)
+        was_begun = self.live.pop(live.sandbox_id, None) is not None
+        self.warm.unused(live.spec.backend, live.sandbox_id, is_known=was_begun)
         self.holds.release(live.sandbox_id)
         live.let_go()
         self.leases.leave(live.spec.lease_id, live.sandbox_id)

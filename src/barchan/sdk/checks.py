@@ -19,10 +19,10 @@ def check_seconds(*, can_be_zero: bool = False, **durations: float | None) -> No
             raise InvalidSpec(f"{name}={value!r}: give {bound} seconds, at most {DURATION_S_MAX:.0f} (a year)")
 
 
-def check_count(**counts: Any) -> None:
+def check_count(least: int = 1, **counts: Any) -> None:
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidSpec(f"{name}={value!r}: give a whole number, 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidSpec(f"{name}={value!r}: give a whole number, {least} or more")
 
 
 def checked_env(env: Any) -> dict[str, str]:

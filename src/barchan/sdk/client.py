@@ -10,6 +10,7 @@ from barchan.errors import BarchanError
 from barchan.model.gc import GcReport
 from barchan.model.image import Rebased
 from barchan.model.node import Budget, ImageInfo, LayerInfo, NodeInfo
+from barchan.model.pool import PoolInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.model.tiers import TierChange
 from barchan.sdk.aio.client import CREATE_TIMEOUT_S, AsyncClient, connect_async
@@ -275,6 +276,14 @@ class Client:
     ) -> Iterator[TierChange]:
         """Wake many sandboxes, those first that somebody waits for; as `pause_many`."""
         return iterate(self._twin.resume_many(labels=labels, sandbox_ids=sandbox_ids))
+
+    def pool(self) -> PoolInfo:
+        """The node's warm pool: what is ready, and what became of it so far."""
+        return run(self._twin.pool())
+
+    def set_pool(self, slots: int) -> PoolInfo:
+        """Have the node keep so many sandboxes ready, at least, for creates to come; 0: none."""
+        return run(self._twin.set_pool(slots))
 
     def node_info(self) -> NodeInfo:
         return run(self._twin.node_info())

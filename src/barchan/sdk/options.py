@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
-from barchan.model.sandbox import ExecRequest, Network, Root, SandboxSpec, StartRequest, Zygote
+from barchan.model.sandbox import CpuClass, ExecRequest, Network, Root, SandboxSpec, StartRequest, Zygote
 from barchan.model.tiers import Waiting
 from barchan.sdk.checks import check_seconds, checked_env, checked_labels, checked_rlimits
 from barchan.wire.api import STDIN_INLINE_BYTES_MAX
@@ -23,6 +23,7 @@ class CreateOptions(TypedDict, total=False):
     backend: Literal["container"]
     memory_mib: int
     cpus: float
+    cpu_class: CpuClass
     pids_max: int
     disk_mib: int
     network: Network

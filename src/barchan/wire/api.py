@@ -24,6 +24,7 @@ from barchan.model.fork import Forked, ForkRequest
 from barchan.model.gc import GcReport, GcRequest
 from barchan.model.image import NameRequest, Rebased, RebaseRequest
 from barchan.model.node import ImageInfo, Killed, LayerInfo, LeaseInfo, LeaseRequest, NodeInfo, SnapshotRequest
+from barchan.model.pool import PoolInfo, PoolRequest
 from barchan.model.sandbox import (
     ExecRequest,
     ExecResult,
@@ -141,6 +142,8 @@ ROUTES: tuple[Route, ...] = (
           summary="Give an image one more name; an image that has it gives way."),
     Route("image_rebase", "POST", "/v1/images/rebase", Rebased, "stream", RebaseRequest, "value",
           summary="Put images that were built on one image on another one: a record for each, as it is done or refused."),
+    Route("pool", "GET", "/v1/pool", PoolInfo, summary="The warm pool: what is ready, and what became of it so far."),
+    Route("pool_set", "PUT", "/v1/pool", PoolInfo, body=PoolRequest, body_kind="value", summary="Keep so many slots ready from now on."),
     Route("create", "POST", "/v1/sandboxes", SandboxInfo, body=SandboxSpec, body_kind="value", summary="Start a sandbox."),
     Route("list", "GET", "/v1/sandboxes", list[SandboxInfo], query={"label": list, "create_id": str},
           summary="Live sandboxes; `label=key=value` repeats and all must match."),

@@ -139,7 +139,7 @@ class Client:
             raise ConnectionResetError("the supervisor closed the connection")
         word, *pairs = data.decode().split("\0")[:-1]
         reply = Reply(word, [(key, value) for key, _, value in (pair.partition("=") for pair in pairs)], list(fds))
-        if word == "exit":
+        if word in ("exit", "slot"):
             self.events.append(reply)
         else:
             self.replies[reply["tag"]] = reply

@@ -1,12 +1,15 @@
 """The container backend: what the node asks, said to the supervisor."""
 
 import asyncio
+import errno
 import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from barchan.backends.base import Capabilities, Ended
 from barchan.backends.container import probe
@@ -15,9 +18,13 @@ from barchan.backends.container.cut import Cutter
 from barchan.backends.container.hot import FirstReads
 from barchan.backends.container.layers import Layers
 from barchan.backends.container.lazy import LazyReader, ReaderSettings, Unavailable
+from barchan.backends.container.memory import NETWORKS, Dumping, Memory, reseed, restoring
+from barchan.backends.container.pager import Pager
 from barchan.backends.container.resting import Resting
+from barchan.backends.container.slots import ContainerSlots, keys_of
 from barchan.backends.container.supervisor import REQUEST_TIMEOUT_S, Answer, SupervisorClient
-from barchan.backends.guest import GuestConnection, init_died
+from barchan.backends.container.zygote import Warming, Zygotes
+from barchan.backends.guest import GuestConnection
 from barchan.errors import (
     BackendError,
     BarchanError,
@@ -31,6 +38,8 @@ from barchan.image.store import ImageStore
 from barchan.image.template import Template
 from barchan.model.node import Requirement
 from barchan.model.sandbox import SandboxSpec, SandboxStats
+from barchan.model.snapshot import MemoryRecord
+from barchan.snapshot.pager.link import PagerLink
 from barchan.wire import supervisor as wire
 
 ORPHAN_GRACE_S = 30
@@ -42,12 +51,12 @@ LAYER_DISKS_MAX = 2  # a layer of a sandbox, in sizes of its disk: parts of spar
 LAYER_BYTES_SPARE = 64 << 20
 STARVED_S = 1.0  # for which a read waits when a program's time is over
 STARVED_SHARE = 0.5  # of a program's time, in which its sandbox's reads waited
+STORED_POLL_S = 0.05
 STARVED_ANSWER_S = 3.0  # less than the margin that the init leaves
 BINARIES = Path(__file__).parents[2] / "_guest"
-NETWORKS = {"none": "none", "allow": "proxy", "open": "open"}
 
 
-class ContainerHandle(Resting):
+class ContainerHandle(Dumping, Resting, Warming):
     """One container; see `backends.base.Handle`."""
 
     def __init__(
@@ -57,8 +66,14 @@ class ContainerHandle(Resting):
         guest: GuestConnection,
         counters: Counters,
         layer_bytes_max: int,
+        pid: int,
+        spec: SandboxSpec,
+        template: Template,
     ) -> None:
         self.sandbox_id = sandbox_id
+        self.pid = pid
+        self.spec = spec
+        self.template = template
         self.guest = guest
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self.listener: socket.socket | None = None
@@ -140,7 +155,7 @@ class ContainerHandle(Resting):
 class ContainerBackend:
     """Containers on this host, started by a supervisor that outlives this process."""
 
-    capabilities = Capabilities(memory_snapshot=False, fork=True, own_kernel=False)
+    capabilities = Capabilities(memory_snapshot=False, fork=True, own_kernel=False)  # until it has started
 
     def __init__(
         self,
@@ -166,16 +181,20 @@ class ContainerBackend:
         self._first_reads = FirstReads(self._lazy, images)
         self._create_timeout_s = REQUEST_TIMEOUT_S + reader.wait_s  # its programs may have to wait for the store
         self._weaken = weaken
+        self.slots = ContainerSlots(self.request)
+        self.zygotes = Zygotes(self)
+        self.memory = Memory(state_dir, BINARIES / "barchan-criu.so")
+        self.pager = Pager(state_dir, lambda i: self._counters(i).guest, lambda i, why: self.on_unavailable([i], why))
 
     def probe(self) -> Sequence[Requirement]:
-        return probe.requirements()
+        return probe.requirements(self._state_dir)
 
     async def start(self) -> None:
         try:
-            self._client = SupervisorClient.connect(self._socket, self._exited)
+            self._client = SupervisorClient.connect(self._socket, self._told)
         except OSError:
             await self._spawn()
-            self._client = SupervisorClient.connect(self._socket, self._exited)
+            self._client = SupervisorClient.connect(self._socket, self._told)
         hello = (await self.request("hello", version=wire.VERSION)).message
         if hello.number("version") != wire.VERSION:
             raise RequirementMissing(
@@ -183,6 +202,7 @@ class ContainerBackend:
                 f"speaks {wire.VERSION}: use the release that started it, or end its sandboxes first"
             )
         self._cgroup = hello.get("cgroup")
+        self.capabilities = replace(self.capabilities, memory_snapshot=await self.memory.is_possible())
         self._found_layers = await self._listed("layers", "layer")
         self._layers.adopt(self._found_layers)
 
@@ -220,6 +240,8 @@ class ContainerBackend:
 
     def adopted(self) -> None:
         self._lazy.start(self._found_layers)
+        self.zygotes.adopted()
+        self.pager.adopted()
 
     def _unavailable(self, wanted: Unavailable) -> None:
         """First nothing of the sandbox may run again; then it is said why; then the read may fail."""
@@ -253,29 +275,57 @@ class ContainerBackend:
     async def create(
         self, sandbox_id: str, spec: SandboxSpec, template: Template, *, cut: str | None = None
     ) -> ContainerHandle:
-        above: dict[str, Any] = {} if cut is None else {"cut": cut}
+        return await self.zygotes.create(self._start, sandbox_id, spec, template, cut)
+
+    async def restore(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        template: Template,
+        memory: Path,
+        record: MemoryRecord,
+        *,
+        cut: str | None,
+        pager: PagerLink | None = None,
+    ) -> ContainerHandle:
+        async with restoring(self.memory, memory, record, pager) as (keys, job):
+            handle = await self._start("restore", sandbox_id, spec, template, cut, keys, fds=(job,))
+        try:
+            await reseed(handle.guest)
+        except BaseException:
+            await asyncio.shield(handle.destroy())
+            raise
+        return handle
+
+    async def _start(
+        self,
+        op: str,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        template: Template,
+        cut: str | None,
+        more: dict[str, str | int],
+        fds: Sequence[int] = (),
+    ) -> ContainerHandle:
+        """Ask the supervisor for a sandbox, new or restored, and greet its init."""
+        above: dict[str, Any] = more if cut is None else {**more, "cut": cut}
         async with self._layers.mounted(template.layers) as fresh:
             self._first_reads.begin(template, fresh)
             request = asyncio.create_task(
-                self.request(
-                    "create",
+                self.slots.start(
+                    op,
+                    fds=fds,
                     timeout_s=self._create_timeout_s,
                     id=sandbox_id,
                     layers=":".join(layer.digest for layer in template.layers),
-                    upper_bytes=spec.disk_mib << 20,
-                    memory_bytes=spec.memory_mib << 20,
-                    pids=spec.pids_max,
-                    cpu_us=max(1000, int(spec.cpus * CPU_PERIOD_US)),
-                    shm_bytes=min(SHM_BYTES, spec.memory_mib << 19),
-                    hostname=spec.hostname,
                     network=NETWORKS[spec.network],
-                    root=spec.root,
+                    **keys_of(spec, CPU_PERIOD_US, SHM_BYTES),
                     **above,
                 )
             )
             self._uses[sandbox_id] = _digests(template)
             try:
-                return await self._take(sandbox_id, await asyncio.shield(request), spec)
+                return await self._take(sandbox_id, await asyncio.shield(request), spec, template)
             except BaseException:
                 await asyncio.shield(self._abandon(sandbox_id, request))
                 raise
@@ -296,15 +346,28 @@ class ContainerBackend:
 
     async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> ContainerHandle:
         self._uses[sandbox_id] = _digests(template)
+        self.zygotes.adopt(sandbox_id, spec, template)
         thaw(self._counters(sandbox_id).guest)  # the node before may have died in the middle of a cut
-        return await self._take(sandbox_id, await self.request("attach", id=sandbox_id), spec)
+        answer = await self._attach_when_stored(sandbox_id)
+        thaw(os.path.dirname(self._counters(sandbox_id).guest))  # or of a dump
+        return await self._take(sandbox_id, answer, spec, template)
+
+    async def _attach_when_stored(self, sandbox_id: str) -> Answer:
+        """What an earlier node asked CRIU for goes on without it."""
+        while True:
+            try:
+                return await self.request("attach", id=sandbox_id)
+            except BackendError as error:
+                if error.details.get("errno") != errno.EBUSY:
+                    raise
+                await asyncio.sleep(STORED_POLL_S)
 
     def _counters(self, sandbox_id: str) -> Counters:
         return Counters(self._name, sandbox_id, self._cgroup)
 
-    async def _take(self, sandbox_id: str, answer: Answer, spec: SandboxSpec) -> ContainerHandle:
+    async def _take(self, sandbox_id: str, answer: Answer, spec: SandboxSpec, template: Template) -> ContainerHandle:
         """Make a handle of the supervisor's answer: connection, pidfd and, for a network, a third descriptor."""
-        sock, network_fd = _take_fds(answer)
+        sock, network_fd = answer.take_connection()
         try:
             guest = await GuestConnection.open(sock)
         except (OSError, TimeoutError, ConnectionLost) as error:
@@ -312,7 +375,10 @@ class ContainerBackend:
                 os.close(network_fd)
             raise BootFailed(f"the init of {sandbox_id} does not answer: {error}") from error
         layer_bytes_max = LAYER_DISKS_MAX * (spec.disk_mib << 20) + LAYER_BYTES_SPARE
-        handle = ContainerHandle(self, sandbox_id, guest, self._counters(sandbox_id), layer_bytes_max)
+        handle = ContainerHandle(
+            *(self, sandbox_id, guest, self._counters(sandbox_id), layer_bytes_max),
+            *(answer.message.number("pid"), spec, template),
+        )
         if network_fd is not None and spec.network == "open":
             handle.netns = network_fd
         elif network_fd is not None:
@@ -323,7 +389,7 @@ class ContainerBackend:
     @staticmethod
     def take_socket(answer: Answer) -> socket.socket:
         """The connection of an answer, whose other descriptors are closed."""
-        sock, _ = _take_fds(answer)
+        sock, _ = answer.take_connection()
         return sock
 
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
@@ -344,7 +410,7 @@ class ContainerBackend:
             return self._cutter
 
     async def found(self) -> list[str]:
-        return [value.split(":", 1)[0] for value in await self._listed("list", "sandbox")]
+        return self.zygotes.found([value.split(":", 1)[0] for value in await self._listed("list", "sandbox")])
 
     async def _listed(self, op: str, key: str) -> list[str]:
         """The values of every page of a list."""
@@ -372,6 +438,7 @@ class ContainerBackend:
     def forget(self, sandbox_id: str) -> None:
         self._handles.pop(sandbox_id, None)
         self._uses.pop(sandbox_id, None)
+        self.zygotes.left(sandbox_id)
 
     async def request(
         self, op: str, *, fds: Sequence[int] = (), timeout_s: float = REQUEST_TIMEOUT_S, **keys: str | int
@@ -384,16 +451,19 @@ class ContainerBackend:
         if self._client is not None:
             await asyncio.shield(self._client.lost)
 
-    def _exited(self, message: wire.Message) -> None:
-        """A guest ended on its own."""
+    def _told(self, message: wire.Message) -> None:
+        """A slot is ready or gone, or a guest ended on its own."""
+        if message.word == "slot":
+            return self.slots.hear(message)
         sandbox_id, wstatus = message.get("id"), message.number("wstatus")
         oom_kills = message.number("oom_kills", 0)
         handle = self._handles.get(sandbox_id)
-        if handle is not None and not handle.ended.done():
-            handle.ended.set_result(Ended(wstatus=wstatus, oom_kills=oom_kills))
-            handle.guest.guest_gone(init_died(sandbox_id, wstatus))
+        if handle is not None:
+            handle.tell_end(Ended(wstatus=wstatus, oom_kills=oom_kills))
 
     async def close(self) -> None:
+        await self.zygotes.close()
+        await self.pager.close()
         await self._close_cutter()
         await self._layers.close()
         await self._first_reads.close()
@@ -416,19 +486,9 @@ class ContainerBackend:
         await self._lazy.close()  # or it would want another reader when the supervisor lets go of the first
         (await self.request("shutdown")).close()
         self._lazy.removed()
+        await self.pager.shutdown()
         await self.close()
 
 
 def _digests(template: Template) -> frozenset[str]:
     return frozenset(layer.digest for layer in template.layers)
-
-
-def _take_fds(answer: Answer) -> tuple[socket.socket, int | None]:
-    """The connection to the init and the network's descriptor, if there is one; the supervisor minds the pidfd."""
-    if not answer.fds:
-        raise BackendError("the supervisor sent no connection")
-    sock = socket.socket(fileno=answer.fds.pop(0))
-    sock.setblocking(False)
-    network_fd = answer.fds.pop() if len(answer.fds) > 1 else None
-    answer.close()
-    return sock, network_fd

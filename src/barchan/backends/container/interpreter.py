@@ -389,12 +389,12 @@ def execute(source: bytes, arguments: list[str]) -> int:
     except SystemExit as error:
         code = exit_code(error)
     except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException as error:
         trace = error.__traceback__
-        sys.excepthook(type(error), error, trace.tb_next if trace else None)
+        shown = error.with_traceback(trace.tb_next if trace else None)  # without this function
+        sys.excepthook(type(shown), shown, shown.__traceback__)
         code = 1
     # What the interpreter does at its end, but for taking the heap apart, which would copy all of it.
     getattr(threading, "_shutdown", int)()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PREFIX = "zy_"  # of the ids of their sandboxes, which no node gives to others
 ZYGOTES_MAX = 32
 IDLE_S = 120.0  # for which one is kept that no sandbox needs
-IMPORT_S = 120.0
+IMPORT_S = 100.0  # less than a client waits for a create
 ENTER_S = 30.0
 STATUS_BYTES_MAX = 8 << 10
 MESSAGES_BYTES_KEPT = 2000

@@ -12,6 +12,7 @@ from barchan.errors import BarchanError, Conflict, ReadTimeout
 from barchan.model.gc import GcReport, GcRequest
 from barchan.model.image import NameRequest, Rebased, RebaseRequest
 from barchan.model.node import Budget, ImageInfo, Killed, LayerInfo, NodeInfo
+from barchan.model.pool import PoolInfo, PoolRequest
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.model.tiers import TierChange
 from barchan.sdk.aio import snapshot
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from barchan.sdk.template import AsyncTemplateBuilder
 
 NODE_INFO = Call("node_info", NodeInfo)
+POOL = Call("pool", PoolInfo)
+POOL_SET = Call("pool_set", PoolInfo)
 IMAGES = Call("image_list", list[ImageInfo])
 IMAGE = Call("image", ImageInfo)
 IMAGE_REMOVE = Call("image_remove", ImageInfo)
@@ -376,6 +379,15 @@ class AsyncClient:
     ) -> AsyncGenerator[TierChange, None]:
         """Wake many sandboxes, those first that somebody waits for; as `pause_many`."""
         return bring(self._transport, "running", labels, sandbox_ids)
+
+    async def pool(self) -> PoolInfo:
+        """The node's warm pool: what is ready, and what became of it so far."""
+        return await self._transport.value(POOL, POOL.target())
+
+    async def set_pool(self, slots: int) -> PoolInfo:
+        """Have the node keep so many sandboxes ready, at least, for creates to come; 0: none."""
+        check_count(slots=slots, least=0)
+        return await self._transport.value(POOL_SET, POOL_SET.target(), encode(PoolRequest(slots=slots)))
 
     async def node_info(self) -> NodeInfo:
         return await self._transport.value(NODE_INFO, NODE_INFO.target())
