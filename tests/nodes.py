@@ -23,6 +23,7 @@ FILES = frozenset(
         "journal.sqlite",
         "journal.sqlite-shm",
         "journal.sqlite-wal",
+        "memory",
         "node.lock",
         "node.log",
         "reader.log",

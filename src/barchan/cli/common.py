@@ -128,7 +128,12 @@ def report(error: BarchanError, *, command: str, as_json: bool) -> int:
     return FAILED if isinstance(error, CallerError) or error.fault in ("policy", "task") else PLATFORM
 
 
-MISSING = {"sandbox_id": "barchan ps", "template": "barchan image list", "process_id": "another process"}
+MISSING = {
+    "sandbox_id": "barchan ps",
+    "snapshot_id": "barchan snapshot list",
+    "template": "barchan image list",
+    "process_id": "another process",
+}
 HINTS = {
     "capacity": "again in a moment, or barchan ps to see what runs",
     "sandbox_expired": "barchan run",

@@ -1,0 +1,102 @@
+"""Memory of live sandboxes, taken while they stand still, and sandboxes that go on from it."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from barchan.backends.base import Backend, Handle
+from barchan.core.finished import finished
+from barchan.errors import RequirementMissing
+from barchan.model.snapshot import MemoryRecord
+from barchan.node.live import Live
+
+if TYPE_CHECKING:
+    from barchan.node.sandboxes import Sandboxes, Start
+
+
+FOLDER = "memory"  # in a node's state directory: memory directories, each for as long as it takes
+
+
+class Taken(Struct, frozen=True, kw_only=True):
+    """A memory directory; `frozen_s`: how long its guest had stood still when it was stored."""
+
+    directory: Path
+    record: MemoryRecord
+    frozen_s: float
+
+
+@asynccontextmanager
+async def held(sandboxes: "Sandboxes", live: Live) -> AsyncIterator[None]:
+    """Inside, the sandbox is up, and nobody moves it to another tier."""
+    while True:
+        await sandboxes.tiers.awake(live)
+        async with live.rest.turn:
+            if live.is_up:
+                yield
+                return
+
+
+async def take(live: Live, directory: Path, cut: str) -> Taken:
+    """Store a held sandbox's memory in the new `directory`, and its files of the same moment as the cut `cut`.
+
+    Raises:
+        NotSnapshotable: It holds what can't be stored. CapacityError: No room, or it does not stop.
+
+    Cancellation: As every failure: the sandbox goes on, and neither is left.
+    """
+    began = time.monotonic()
+    was_paused = live.phase == "paused"
+    if not was_paused:
+        await live.handle.freeze()
+        live.clock.stop()
+    try:
+        await live.handle.cut(cut)
+        record = await live.handle.dump(directory, keep=True)
+        await finished(asyncio.to_thread(make_readable, directory))
+        return Taken(directory=directory, record=record, frozen_s=time.monotonic() - began)
+    finally:
+        if not was_paused:
+            await asyncio.shield(live.handle.thaw(time.monotonic() - began))
+            live.clock.go_on()
+
+
+def make_readable(directory: Path) -> None:
+    """CRIU reads a memory directory as the sandbox's root, which also runs the program in it. It blocks.
+
+    The folder above must be ours alone.
+    """
+    for parent, _, names in os.walk(directory):
+        os.chmod(parent, 0o755)
+        for name in names:
+            os.chmod(os.path.join(parent, name), 0o755)
+
+
+def check_backend(backend: Backend, name: str) -> None:
+    """Raise `RequirementMissing` unless it stores memory."""
+    if not backend.capabilities.memory_snapshot:
+        raise RequirementMissing(f"the {name} backend can't store memory on this host (try: barchan doctor)")
+
+
+def from_memory(taken: Taken, cut: str | None) -> "Start":
+    """A start that goes on from a memory directory, with the files of a cut."""
+
+    async def start(backend: Backend, live: Live) -> Handle:
+        began = time.monotonic()
+        handle = await backend.restore(
+            live.sandbox_id, live.spec, live.template, taken.directory, taken.record, cut=cut
+        )
+        try:
+            await handle.guest.watch_running()
+            await handle.thaw(taken.frozen_s + time.monotonic() - began)
+        except BaseException:
+            await asyncio.shield(handle.destroy())
+            raise
+        return handle
+
+    return start
