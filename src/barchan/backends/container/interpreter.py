@@ -28,6 +28,7 @@ from contextlib import suppress
 ZYGOTE_SOCKET = b"\0barchan-zygote"
 FDS_MAX = 16
 TEXT_MAX = 4096
+USERS_MAX = 1000  # remembered
 EXIT_CANNOT = 126
 LINE_FD = 3
 # In the order in which the descriptors come: user, pid, net, uts, cgroup, time, ipc, mnt.
@@ -36,7 +37,6 @@ RESERVED_IDS = (65533, 65535)  # the platform's own in every sandbox
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_READ, PR_CAPBSET_DROP, PR_SET_SECUREBITS = 4, 22, 23, 24, 28
 SECCOMP_MODE_FILTER = 2
 SECURE_BITS = 0xEF  # no user and no file gives a capability, locked; as every program of a sandbox has it
-CAPABILITIES_MAX = 64
 CAPABILITY_VERSION_3 = 0x20080522
 SETNS = {"x86_64": 308, "aarch64": 268}
 
@@ -122,9 +122,11 @@ def refuse_setns() -> None:
 def give_up_rights(uid: int, gid: int, groups: list[int]) -> None:
     """Become the guest's user, with what every program of the sandbox has: no capability, now or later."""
     checked(prctl(PR_SET_SECUREBITS, SECURE_BITS), "securebits")
-    for capability in range(CAPABILITIES_MAX):
-        if prctl(PR_CAPBSET_READ, capability) == 1:
-            checked(prctl(PR_CAPBSET_DROP, capability), "bounding set")
+    capability = 0
+    while libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
+        capability += 1
+    if prctl(PR_CAPBSET_READ, capability) >= 0:
+        raise PermissionError("the bounding set stays")
     os.setgroups(groups)
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
@@ -135,12 +137,11 @@ def give_up_rights(uid: int, gid: int, groups: list[int]) -> None:
     checked(prctl(PR_SET_DUMPABLE, 1), "dumpable")
 
 
-def enter(asked: dict[str, str], fds: list[int]) -> None:
+def enter(identity: tuple[int, int, list[int]], name: str, fds: list[int]) -> None:
     """In a fork of the zygote: move into the sandbox and go on there as a child of its init. Does not return."""
     line, namespaces, groups = fds[0], fds[1 : 1 + len(NAMESPACES)], fds[1 + len(NAMESPACES) :]
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        identity = find_user(asked["user"])
         for fd in groups:
             os.write(fd, b"0")
         for index, kind in enumerate(NAMESPACES[:-1]):
@@ -154,10 +155,15 @@ def enter(asked: dict[str, str], fds: list[int]) -> None:
         # The last one: from here on the files are the guest's, and nothing is opened before the rights are gone.
         checked(libc.setns(namespaces[-1], NAMESPACES[-1]), "setns mnt")
         give_up_rights(*identity)
-        Server(line, asked["name"]).serve()
+        Server(line, name).serve()
     except BaseException as error:  # whatever it is, the node is told, and nothing goes on
-        os.write(line, f"error {error!r}"[:TEXT_MAX].encode())
+        refuse(line, error)
         os._exit(1)
+
+
+def refuse(line: int, error: BaseException) -> None:
+    with suppress(OSError):  # the node has gone
+        os.write(line, f"error {error!r}".encode("utf-8", "replace")[:TEXT_MAX])
 
 
 def import_all(names: list[str]) -> None:
@@ -191,13 +197,27 @@ def zygote() -> None:
     gc.collect()
     gc.freeze()  # what is there stays: a collection in a fork would write to all of its pages
     os.write(status, b"ready\n")
+    users: dict[str, tuple[int, int, list[int]]] = {}
     while True:
         connection, _ = listener.accept()
         text, fds = receive(connection)
         connection.close()
-        if len(fds) > len(NAMESPACES) and os.fork() == 0:
-            enter(json.loads(text), fds)
+        if len(fds) > len(NAMESPACES):
+            fork_into(json.loads(text), fds, users)
         close_all(fds)
+
+
+def fork_into(asked: dict[str, str], fds: list[int], users: dict[str, tuple[int, int, list[int]]]) -> None:
+    """One fork for one sandbox; `users` are those that were looked up before."""
+    user = asked["user"]
+    try:
+        if len(users) == USERS_MAX:
+            users.clear()
+        identity = users[user] = users.get(user) or find_user(user)
+        if os.fork() == 0:
+            enter(identity, asked["name"], fds)
+    except (KeyError, OSError) as error:
+        refuse(fds[0], error)
 
 
 # --- the server in a sandbox -----------------------------------------------------------------------------------------

@@ -1,0 +1,244 @@
+"""Warm interpreters: forks of one Python in many sandboxes, each an ordinary process of its own."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import barchan
+from barchan import Client, InvalidSpec, Sandbox, SandboxSpec
+from tests.leaks import CGROUPS
+from tests.nodes import NodeProcess
+
+pytestmark = [pytest.mark.requires("root", "cgroup"), pytest.mark.timeout(120)]
+
+IMPORTS = ("json", "xml.dom.minidom", "email.message", "http.client", "asyncio", "unittest.mock", "ctypes", "sqlite3")
+# What a process is, in words that must be the same for one that was executed.
+IDENTITY = r"""
+import os
+for name in ("user", "pid", "net", "uts", "cgroup", "time", "ipc", "mnt"):
+    print(name, os.readlink(f"/proc/self/ns/{name}"))
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+for key in ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp"):
+    print(key, status[key])
+print(open("/proc/self/limits").read())
+print(sorted(line.rpartition("/")[0] for line in open("/proc/self/cgroup")))
+print(os.getcwd(), os.getpgid(0) == os.getpid() == os.getsid(0), os.umask(0), sorted(os.environ.items()))
+print(os.stat("/proc/self/oom_score_adj").st_uid, open("/proc/self/oom_score_adj").read())
+print(sorted(os.listdir("/")), os.uname().nodename)
+"""
+CATCHER = """
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))
+print('up', flush=True)
+time.sleep(60)
+"""
+FORKED = "import os; print(os.getpid())"
+
+
+@pytest.fixture(scope="module")
+def client(node: NodeProcess) -> Iterator[Client]:
+    with barchan.connect(f"unix://{node.socket}") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def spec(client: Client) -> SandboxSpec:
+    return client.zygote("debian", imports=IMPORTS)
+
+
+@pytest.fixture(scope="module")
+def sandbox(client: Client, spec: SandboxSpec) -> Iterator[Sandbox]:
+    with client.create(spec) as sandbox:
+        yield sandbox
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def interpreters(node: NodeProcess, imports: str) -> list[int]:
+    """Pids, here, of the node's zygotes whose arguments hold this text."""
+    stat = node.state_dir.stat()
+    name = f"n{stat.st_ino:x}-{stat.st_dev:x}"
+    found = []
+    for path in CGROUPS.glob(f"**/barchan/{name}/zy_*/guest/*/cgroup.procs"):
+        found += [int(line) for line in path.read_text().split()]
+    return sorted(pid for pid in set(found) if imports in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+@pytest.mark.parametrize("user", ["root", "nobody", "4321"])
+def test_a_fork_is_an_ordinary_process_of_its_sandbox(client: Client, spec: SandboxSpec, user: str) -> None:
+    """Namespaces, user, rights, limits, cgroups and environment are those of a program executed there."""
+    with client.create(spec, user=user, env={"GIVEN": "yes"}) as sandbox:
+        executed = sandbox.exec(["python3", "-c", IDENTITY]).check().text
+        assert executed == sandbox.python(IDENTITY).check().text
+        refused = "import ctypes; print(ctypes.CDLL(None).setns(os.open('/proc/self/ns/net', 0), 0))"
+        assert sandbox.python(f"import os; {refused}").text == "-1\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys; print(sys.argv, __name__, sys.modules['__main__'].__name__)",
+        "import sys; print(sys.stdin.read()[::-1])",
+        "raise SystemExit(7)",
+        "raise SystemExit('in words')",
+        "def f(): 1 / 0\nf()",
+        "def f(:",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import threading, time, atexit\natexit.register(print, 'last')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()",
+        "import sys\nprint('x' * 300000)\nprint('y' * 300000, file=sys.stderr)",
+        "class Kept: pass\nimport pickle\nprint(type(pickle.loads(pickle.dumps(Kept()))))",
+        "import multiprocessing\nwith multiprocessing.Pool(2) as pool: print(pool.map(abs, [-1, -2]))",
+        "import os\nprint(sorted(map(int, os.listdir('/proc/self/fd')))[:3])",
+        f"text = '''{'z' * 200000}'''\nprint(len(text))",
+    ],
+)
+def test_source_does_what_python_c_does_with_it(sandbox: Sandbox, source: str) -> None:
+    """Output, exit code and signal are the same."""
+    known = sandbox.exec(["python3", "-", "one", "zwei ü"], stdin=source) if len(source) > 130_000 else None
+    known = known or sandbox.exec(["python3", "-c", source, "one", "zwei ü"], stdin="input")
+    found = sandbox.python(source, args=["one", "zwei ü"], stdin="input")
+    expected = (known.exit_code, known.signal, known.stdout, known.stderr)
+    assert expected == (found.exit_code, found.signal, found.stdout, found.stderr)
+
+
+def test_what_was_imported_is_there_and_what_is_done_stays_apart(client: Client, spec: SandboxSpec) -> None:
+    """Modules are loaded before the source begins; a change is in no sibling, nor in the next program."""
+    with client.create(spec) as left, client.create(spec) as right:
+        loaded = "import sys; print(all(name in sys.modules for name in sys.argv[1:]))"
+        assert left.python(loaded, args=IMPORTS).text == "True\n"
+        left.python("import json; json.changed = 1").check()
+        asked = "import json; print(hasattr(json, 'changed'))"
+        assert [left.python(asked).text, right.python(asked).text] == ["False\n"] * 2
+        drawn = "import random, os, uuid; print(random.random(), uuid.uuid4(), os.urandom(8))"
+        lines = {sandbox.python(drawn).text for sandbox in (left, right) for _ in range(3)}
+        assert len(lines) == 6
+
+
+def test_the_heap_is_shared_until_it_is_written_to(sandbox: Sandbox) -> None:
+    """Most of what the waiting server has resident belongs to the zygote, too."""
+    rollup = "cat /proc/$(pgrep -of '<zygote>')/smaps_rollup"
+    sizes = {line.split()[0]: int(line.split()[1]) for line in sandbox.exec(rollup).check().text.splitlines()[1:]}
+    assert sizes["Private_Dirty:"] + sizes["Private_Clean:"] < sizes["Rss:"] / 4
+
+
+def test_time_outs_signals_and_limits_reach_a_fork(client: Client, spec: SandboxSpec, sandbox: Sandbox) -> None:
+    """What the platform does to a program it does to source, and to all that it started."""
+    late = sandbox.python("import os, time\nprint('begun', flush=True)\nos.fork()\ntime.sleep(600)", timeout_s=1)
+    assert (late.timed_out, late.stdout) == (True, b"begun\n")
+    assert sandbox.exec("pgrep -fc '<zygote>'").text == "1\n"
+    process = sandbox.start_python(CATCHER)
+    assert next(iter(process.output()))[2] == b"up\n"
+    process.signal("USR1")
+    assert process.wait(timeout_s=30).exit_code == 9
+    killed = sandbox.start_python("import time; time.sleep(600)")
+    killed.signal("KILL")
+    assert killed.wait(timeout_s=30).signal == signal.SIGKILL
+    wait_for(lambda: sandbox.exec("pgrep -fc '<zygote>'").text == "1\n")
+    with client.create(spec, memory_mib=64) as small:
+        greedy = small.python("kept = bytearray(200 << 20)")
+        assert (greedy.oom_killed, greedy.signal) == (True, signal.SIGKILL)
+
+
+def test_a_server_that_the_guest_kills_is_made_again(client: Client, spec: SandboxSpec) -> None:
+    """What it was running is said to have lost it; the next one runs."""
+    with client.create(spec) as sandbox:
+        running = sandbox.start_python("import time; time.sleep(600)")
+        wait_for(lambda: sandbox.exec("pgrep -fc '<zygote>'").text == "2\n")
+        sandbox.exec("kill -9 $(pgrep -of '<zygote>')").check()
+        assert running.wait(timeout_s=30).exit_code == 126
+        assert sandbox.python("print('again')").text == "again\n"
+
+
+def test_a_zygote_that_dies_is_made_again(client: Client, node: NodeProcess) -> None:
+    """Its sandboxes live on, and get forks of the new one when they need one."""
+    spec = client.zygote("debian", imports=["json", "colorsys"])
+    with client.create(spec) as old:
+        (pid,) = interpreters(node, "colorsys")
+        os.kill(pid, signal.SIGKILL)
+        assert old.python("print('its server lives')").text == "its server lives\n"
+        wait_for(lambda: interpreters(node, "colorsys") == [])
+        with client.create(spec) as new:
+            old.exec("kill -9 $(pgrep -of '<zygote>')").check()
+            told = "import sys; print('colorsys' in sys.modules)"
+            assert [old.python(told).text, new.python(told).text] == ["True\n"] * 2
+        assert len(interpreters(node, "colorsys")) == 1
+
+
+@pytest.mark.parametrize(
+    ("imports", "python", "said"),
+    [
+        (("json", "no_such_module"), "python3", "ModuleNotFoundError: No module named 'no_such_module'"),
+        (("json",), "python2.2", "the image has no python2.2"),
+        (("json",), "/bin/false", "it ended with exit code 1"),
+    ],
+)
+def test_a_zygote_that_cant_be_had_says_why(client: Client, imports: tuple[str, ...], python: str, said: str) -> None:
+    """No sandbox is made then."""
+    with pytest.raises(InvalidSpec) as caught:
+        client.create(client.zygote("debian", imports=imports, python=python))
+    assert said in str(caught.value)
+
+
+def test_imports_may_print_crash_and_start_threads(client: Client) -> None:
+    """Printing is harmless; a crash and a thread are the reason given."""
+    modules = {
+        "prints": "print('ready')",
+        "crashes": "import os; os.abort()",
+        "threads": "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+        "ends": "raise SystemExit(0)",
+    }
+    with client.create("debian") as sandbox:
+        for name, source in modules.items():
+            path = f"/usr/lib/python3/dist-packages/{name}.py"
+            sandbox.exec(["tee", path], stdin=source, user="root").check()
+        snapshot = sandbox.snapshot()
+    image = snapshot.image.name
+    try:
+        with client.create(client.zygote(image, imports=["prints"])) as fine:
+            assert fine.python("import sys; print('prints' in sys.modules)").text == "True\n"
+        for name, said in (("crashes", "signal 6"), ("threads", "1 threads running"), ("ends", "SystemExit")):
+            with pytest.raises(InvalidSpec, match=said):
+                client.create(client.zygote(image, imports=[name]))
+    finally:
+        snapshot.remove()
+
+
+def test_what_excludes_a_warm_interpreter_is_refused(client: Client, spec: SandboxSpec, sandbox: Sandbox) -> None:
+    """A capable root, another user, a terminal; and a sandbox that has none."""
+    with pytest.raises(InvalidSpec, match="capabilities"):
+        client.create(spec, root="capable")
+    with pytest.raises(InvalidSpec, match="sandbox's user"):
+        sandbox.python("", user="nobody")
+    with pytest.raises(InvalidSpec, match="without a terminal"):
+        sandbox.start_python("", pty=True)
+    with client.create("debian") as plain, pytest.raises(InvalidSpec, match="no warm interpreter"):
+        plain.python("")
+
+
+def test_a_zygote_outlives_its_node(make_node: Callable[[], NodeProcess]) -> None:
+    """The next node uses it for old sandboxes and new ones, and what ran in a fork goes on."""
+    node = make_node()
+    node.start()
+    with barchan.connect(f"unix://{node.socket}") as client:
+        spec = client.zygote("debian", imports=["json"])
+        sandbox = client.create(spec)
+        running = sandbox.start_python("import time\ntime.sleep(2)\nprint('done')")
+        before = interpreters(node, "json")
+        node.kill()
+        node.start()
+        assert sandbox.python(FORKED).check().ok
+        assert b"".join(data for stream, _, data in running.output() if stream == "stdout") == b"done\n"
+        with client.create(spec) as new:
+            assert new.python(FORKED).check().ok
+        assert before == interpreters(node, "json")
+        sandbox.kill()
