@@ -178,6 +178,13 @@ async def test_first_reads_are_noted_once_and_fetched_early_ever_after(served: S
     again.begin(served.template, {served.layer.digest})
     while (await other.reader.statistics())["bytes_cached"] < len(chunks) * index.chunk_bytes:
         await asyncio.sleep(0.02)
+    os.close(other.mounted)
+    await other.reader.drop(digest)
+    again.begin(served.template, set())  # which nobody has to fetch for
+    other.mounted = await other.reader.mount(digest, served.images.layer_path(served.layer))
+    again.begin(served.template, {digest})  # mounted anew, with nothing of it here any more
+    while (await other.reader.statistics())["bytes_cached"] < len(chunks) * index.chunk_bytes:
+        await asyncio.sleep(0.02)
     await again.close()
     fetched = (await other.reader.statistics())["bytes_fetched"]
     assert await other.read("f6") == sha256("f6")

@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,29 @@ def test_the_budget_takes_the_least_recently_used_and_no_pinned_ones(tmp_path: P
     assert layer.read(2 * CHUNK, 1) is None
     assert blocks(tmp_path) == 3 * CHUNK
     assert cache.statistics().evictions == 2
+
+
+def test_looking_for_what_may_go_pays_however_much_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pins beyond the budget leave a fifth of it for the rest, and all chunks are not looked at for each that comes."""
+    looked, unpinned = list[CachedLayer](), lazy_cache._unpinned
+
+    def look(layer: CachedLayer) -> Iterable[int]:
+        looked.append(layer)
+        return unpinned(layer)
+
+    monkeypatch.setattr(lazy_cache, "_unpinned", look)
+    cache = Cache(tmp_path, 100 * CHUNK)
+    layer = cache.open(DIGEST, 1000 * CHUNK, CHUNK)
+    layer.pinned.update(range(200))
+    most = 0
+    for number in range(1000):
+        assert layer.write(number, b"x" * CHUNK)
+        cache.keep(layer, number)
+        most = max(most, cache.statistics().bytes_cached)
+    assert all(layer.note(number) == PRESENT for number in range(200))
+    assert most <= 221 * CHUNK
+    assert [layer.note(number) for number in range(990, 1000)] == [PRESENT] * 10
+    assert 0 < len(looked) <= 100
 
 
 def test_layers_of_an_earlier_reader_go_first(tmp_path: Path) -> None:

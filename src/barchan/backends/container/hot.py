@@ -32,10 +32,12 @@ class FirstReads:
 
     def begin(self, template: Template, fresh: Container[str]) -> None:
         """A sandbox of this template is about to start; its layers are mounted, and those of `fresh` only now: of
-        others the kernel may have in memory what the sandbox reads, so that the reader would not hear of it.
+        others the kernel may have in memory what the sandbox reads, so that the reader would not hear of it. A template
+        that was seen before is begun again where one of them had rested: its data may have gone, and its pins have.
         """
         layers = [layer for layer in template.layers if layer.kind == "lazy"]
-        if not layers or template.digest in self._seen:
+        rested = any(layer.digest in fresh for layer in layers)
+        if not layers or (template.digest in self._seen and not rested):
             return
         self._seen[template.digest] = None
         if len(self._seen) > TEMPLATES_MAX:

@@ -212,7 +212,7 @@ class Cache:
     """The layers of one directory under one budget.
 
     Args:
-        budget_bytes: Of cached data. What is pinned stays even beyond it.
+        budget_bytes: Of cached data. What is pinned stays even beyond it, and a fifth of it is there for all else.
     """
 
     def __init__(self, root: Path, budget_bytes: int) -> None:
@@ -276,12 +276,19 @@ class Cache:
 
     def _make_room(self) -> None:
         """First whole layers unused since this reader came, then single chunks, least recently used first."""
-        goal = int(self.budget_bytes * LOW_WATER)
+        at_once = int(self.budget_bytes * (1 - LOW_WATER))
         for digest in sorted(self._idle, key=self._idle_since):
-            if self._bytes <= goal:
+            if self._bytes <= self.budget_bytes - at_once:
                 return
             self._remove_idle(digest)
             self.evictions += 1
+        # Looking at all chunks has to pay, however much is pinned: were there no room beside that, it would be done for
+        # every chunk that comes.
+        pinned_bytes = sum(len(layer.pinned) * layer.chunk_bytes for layer in self.layers.values())
+        most = max(self.budget_bytes, pinned_bytes + 2 * at_once)
+        if self._bytes <= most:
+            return
+        goal = most - at_once
         candidates = sorted(
             (layer.last_use(chunk), digest, chunk)
             for digest, layer in self.layers.items()
