@@ -35,6 +35,7 @@ MEANWHILE = [
     "grow()",
     "protect()",
     "run_program()",
+    "[forked(lambda: True) for _ in range(150)] == [0] * 150",
     "forked(table_is_right) == 0",
     "not any(bytearray(30 << 20))",
 ]

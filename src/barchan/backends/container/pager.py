@@ -59,7 +59,7 @@ class Pager:
     async def _take_over(self) -> None:
         async with self._connecting:
             if self._client is None:
-                with suppress(OSError):
+                with suppress(OSError, ConnectionLost):
                     self._client = await self._open()
 
     async def start(self) -> None:
@@ -131,7 +131,7 @@ class Pager:
             if self._client is None:
                 try:
                     self._client = await self._open()
-                except OSError:
+                except (OSError, ConnectionLost):  # there is none, or it is just ending
                     await self._spawn()
                     self._client = await self._open()
             return self._client

@@ -80,6 +80,8 @@ class Served:
         self._spaces: dict[Space, None] = {}
         self._blocked: dict[Space, _Blocked] = {}
         self._sweep_at = _SWEEP_AT
+        if directory.exists():
+            shutil.rmtree(directory)
         directory.mkdir(mode=0o700)
         try:
             self._handover = Handover(directory, self._connected, self._received)
@@ -259,4 +261,4 @@ class Served:
                 self._keeper.leave(self._entry)
             self._group.close()
         self._source.close()
-        shutil.rmtree(self._directory)
+        shutil.rmtree(self._directory, ignore_errors=True)  # CRIU may still write there; the next to use it removes it
