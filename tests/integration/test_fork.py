@@ -51,7 +51,7 @@ async def nothing_remains(node: NodeProcess) -> list[str]:
     deadline = time.monotonic() + WAIT_S
     while True:
         found = [f"{folder}/{name}" for folder, names in pool(node).items() for name in names]
-        found += [str(path) for path in (node.state_dir / "forks").glob("*")]
+        found += [str(path) for path in (node.state_dir / "memory").glob("*")]
         if not found or time.monotonic() > deadline:
             return found
         await asyncio.sleep(0.05)
@@ -189,3 +189,85 @@ async def test_a_node_that_is_killed_in_a_fork_leaves_nothing(make_node: Callabl
         await parent.kill()
         assert await nothing_remains(node) == []
     assert node.end() == []
+
+
+# with memory
+
+# Draws from generators that were open, or had been used, before the fork: a line for each time it is asked.
+DRAWS = r"""
+import os, random, secrets, sys, time, uuid
+opened = open("/dev/urandom", "rb", buffering=0)
+buffered = open("/dev/urandom", "rb")
+def draw():
+    return [os.urandom(16).hex(), opened.read(16).hex(), secrets.token_hex(16), uuid.uuid4().hex,
+            os.getrandom(16).hex(), random.SystemRandom().getrandbits(128)]
+draw()
+value = ["kept"] * 3
+while True:
+    line = sys.stdin.readline()
+    if not line:
+        break
+    print(value, time.time(), *draw(), flush=True)
+"""
+
+
+async def start_program(sandbox: AsyncSandbox, program: str) -> barchan.AsyncProcess:
+    return await sandbox.start(["python3", "-c", program], process_id="program", stdin_open=True)
+
+
+async def asked(process: barchan.AsyncProcess, offset: int = 0) -> str:
+    """The next line of a program that answers each line."""
+    await process.write_stdin("\n")
+    found = b""
+    async for stream, _, data in process.output(offset, quiet_timeout_s=WAIT_S):
+        if stream == "stdout":
+            found += data
+        if b"\n" in found:
+            break
+    return found.decode()
+
+
+@pytest.mark.requires("criu")
+async def test_children_go_on_with_the_parents_memory_and_never_share_a_random_byte(client: AsyncClient) -> None:
+    """A program answers in each child as it would have in the parent: its variables, its open files, the right time."""
+    async with await client.create("debian", memory_mib=128) as parent:
+        await text(parent, "echo same > /tmp/state")
+        program = await start_program(parent, DRAWS)
+        first = await asked(program)
+        children = made(await parent.fork(3, kind="memory"))
+        lines = [await asked(program, len(first))]
+        for child in children:
+            lines.append(await asked(child.process("program"), len(first)))
+            seen = time.time()
+            assert abs(float(lines[-1].split("] ")[1].split()[0]) - seen) < 5
+            assert await text(child, "hostname; cat /tmp/state") == f"sandbox-{child.id[-6:]}\nsame\n"
+        assert all(line.startswith("['kept', 'kept', 'kept'] ") for line in lines)
+        drawn = [word for line in (first, *lines) for word in line.split("] ")[1].split()[1:]]
+        assert len(set(drawn)) == len(drawn) == 5 * 6
+        (grandchild,) = made(await children[0].fork(kind="memory"))
+        await children[0].kill()
+        assert (await asked(grandchild.process("program"), len(first) + len(lines[1]))).startswith("['kept'")
+
+
+HOLDS_A_QUEUE = r"""
+import ctypes, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+queue = libc.mq_open(b"/queue", os.O_CREAT | os.O_RDWR, 0o600, None)
+assert queue >= 0, ctypes.get_errno()
+open("/tmp/ready", "w").close()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.requires("criu")
+async def test_what_can_not_be_copied_is_refused_before_any_child(client: AsyncClient, node: NodeProcess) -> None:
+    """The sandbox goes on; and what its processes were made with can't change."""
+    async with await client.create("debian", memory_mib=128) as parent:
+        await start_program(parent, HOLDS_A_QUEUE)
+        await parent.exec("until test -e /tmp/ready; do sleep 0.05; done")
+        with pytest.raises(barchan.NotSnapshotable):
+            await parent.fork(2, kind="memory")
+        with pytest.raises(barchan.InvalidSpec):
+            await parent.fork(kind="memory", network="open")
+        assert node.sandboxes() == [parent.id]
+        assert (await parent.process("program").info()).running

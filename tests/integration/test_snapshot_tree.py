@@ -154,3 +154,64 @@ async def test_snapshots_survive_their_node_and_half_made_ones_do_not(
         await sandbox.kill()
         assert await nothing_remains(node, before) == []
     assert node.end() == []
+
+
+COUNTER = r"""
+import sys
+count = 0
+for line in sys.stdin:
+    count += 1
+    print(count, open("/tmp/own").read().strip(), flush=True)
+"""
+
+
+async def counted(sandbox: AsyncSandbox, before: str) -> str:
+    """What the program says to one more line, after all it has said before."""
+    process = sandbox.process("counter")
+    await process.write_stdin("\n")
+    said = b""
+    async for _, _, data in process.output(len(before), quiet_timeout_s=30):
+        said += data
+        if said.endswith(b"\n"):
+            break
+    return said.decode()
+
+
+@pytest.mark.requires("criu")
+async def test_a_snapshot_with_memory_is_started_from_any_number_of_times(
+    client: AsyncClient, node: NodeProcess
+) -> None:
+    """Its processes go on from that moment in each; by the name of its image, only the files are there."""
+    async with await client.create("debian", memory_mib=96, labels={"job": "one"}) as sandbox:
+        await sandbox.exec("echo first > /tmp/own")
+        await sandbox.start(["python3", "-c", COUNTER], process_id="counter", stdin_open=True)
+        said = await counted(sandbox, "")
+        snapshot = await sandbox.snapshot(kind="memory", metadata={"step": "1"})
+        assert await counted(sandbox, said) == "2 first\n"
+    assert said == "1 first\n"
+    assert snapshot.kind == "memory" and 0 < snapshot.info.memory_bytes < snapshot.info.resident_bytes
+    assert snapshot.info.own_bytes > snapshot.info.memory_bytes
+    again = [item async for item in client.create_many(snapshot, n=3)]
+    for number, one in enumerate(again):
+        assert isinstance(one, AsyncSandbox)
+        await one.exec(f"echo {number} > /tmp/own")
+        assert await counted(one, said) == f"2 {number}\n"
+        assert (await one.info()).spec.memory_mib == 96
+    (first, *_) = again
+    assert isinstance(first, AsyncSandbox)
+    child = await first.snapshot(kind="memory")
+    assert child.parent == snapshot.id
+    await snapshot.remove()
+    async with await client.create(child) as one:
+        assert await counted(one, said + "2 0\n") == "3 0\n"
+    async with await client.create(child.name) as files:
+        assert (await files.exec("cat /tmp/own")).text == "0\n"
+        assert not any(process.running for process in await files.processes())
+    with pytest.raises(barchan.InvalidSpec):
+        await client.create(child, network="open")
+    for one in again:
+        assert isinstance(one, AsyncSandbox)
+        await one.kill()
+    await child.remove()
+    assert list((node.state_dir / "snapshots").iterdir()) == []
+    assert list((node.state_dir / "memory").iterdir()) == []

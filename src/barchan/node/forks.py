@@ -2,7 +2,9 @@
 
 import asyncio
 import secrets
+import shutil
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,6 +15,7 @@ from barchan.errors import BackendError, BarchanError, Conflict, InvalidSpec, No
 from barchan.model.fork import Forked, ForkRequest
 from barchan.model.sandbox import SandboxSpec
 from barchan.node.live import Live, identity
+from barchan.node.memories import check_backend, from_memory, held, take
 
 if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes, Start
@@ -26,10 +29,14 @@ Child = Live | BarchanError
 
 
 class Forks:
-    """The forks of one node. A child is a sandbox like any other: it has no tie to its parent once it is made."""
+    """The forks of one node. A child is a sandbox like any other: it has no tie to its parent once it is made.
 
-    def __init__(self, sandboxes: "Sandboxes") -> None:
+    `folder` is for memory directories, each there for as long as a fork takes.
+    """
+
+    def __init__(self, sandboxes: "Sandboxes", folder: Path) -> None:
         self._sandboxes = sandboxes
+        self._folder = folder
         self._running: dict[str, asyncio.Future[list[Child]]] = {}
         self._given_up: dict[str, None] = {}  # ids; the oldest are forgotten
 
@@ -92,7 +99,7 @@ class Forks:
         self, live: Live, asked: ForkRequest, specs: Sequence[SandboxSpec], told: "asyncio.Future[list[Child]]"
     ) -> None:
         try:
-            told.set_result(await self._fork(live, specs))
+            told.set_result(await self._fork(live, asked, specs))
         except (BarchanError, OSError) as error:
             told.set_exception(error if isinstance(error, BarchanError) else BackendError(f"forking failed: {error}"))
             told.exception()  # whoever asked may have gone
@@ -100,19 +107,29 @@ class Forks:
             told.cancel()
             del self._running[asked.fork_id]
 
-    async def _fork(self, live: Live, specs: Sequence[SandboxSpec]) -> list[Child]:
+    async def _fork(self, live: Live, asked: ForkRequest, specs: Sequence[SandboxSpec]) -> list[Child]:
         backend = await self._sandboxes.backend(live.spec.backend)
         if not backend.capabilities.fork:
             raise BackendError(f"the {live.spec.backend} backend can't fork sandboxes on this host")
+        if asked.kind == "memory":
+            check_backend(backend, live.spec.backend)
         cut = f"fork-{secrets.token_hex(8)}"
-        await live.handle.cut(cut)
         try:
-            children = [self._begin(live, spec, from_cut(cut)) for spec in specs]
+            async with held(self._sandboxes, live):
+                start = await self._taken(live, asked, cut)
+            children = [self._begin(live, spec, start) for spec in specs]
         except BaseException:
-            await asyncio.shield(backend.remove_cut(cut))
+            await asyncio.shield(self._clean(backend, cut))
             raise
         self._sandboxes.tasks.spawn(self._settle(backend, cut, children))
         return children
+
+    async def _taken(self, live: Live, asked: ForkRequest, cut: str) -> "Start":
+        if asked.kind == "fs":
+            await live.handle.cut(cut)
+            return from_cut(cut)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        return from_memory(await take(live, self._folder / cut, cut), cut)
 
     def _begin(self, live: Live, spec: SandboxSpec, start: "Start") -> Child:
         """One child; what keeps it from starting is its own error, not the fork's."""
@@ -124,12 +141,16 @@ class Forks:
             return error
 
     async def _settle(self, backend: Backend, cut: str, children: Sequence[Child]) -> None:
-        """Let go of the cut when every child has its copy, or never will."""
+        """Let go of what the children start from when each has its copy, or never will."""
         try:
             if starting := [child.booted for child in children if isinstance(child, Live)]:
                 await asyncio.wait(starting)
         finally:
-            await asyncio.shield(backend.remove_cut(cut))
+            await asyncio.shield(self._clean(backend, cut))
+
+    async def _clean(self, backend: Backend, cut: str) -> None:
+        await backend.remove_cut(cut)
+        await asyncio.to_thread(shutil.rmtree, self._folder / cut, ignore_errors=True)
 
     def _spec(self, live: Live, asked: ForkRequest, index: int) -> SandboxSpec:
         """What child `index` is asked to be."""

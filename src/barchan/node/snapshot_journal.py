@@ -25,6 +25,7 @@ class SnapshotRow(Struct, frozen=True, kw_only=True):
         image: Name of its image.
         digest: Of the image; None: it is being made.
         is_named: Somebody chose the image's name; else it is the snapshot's alone.
+        frozen_s: For how long its guest had stood still when its memory was stored.
     """
 
     snapshot_id: str
@@ -39,6 +40,7 @@ class SnapshotRow(Struct, frozen=True, kw_only=True):
     created_unix_s: float
     memory_bytes: int = 0
     resident_bytes: int = 0
+    frozen_s: float = 0.0
 
 
 class SnapshotJournal:

@@ -7,39 +7,52 @@ that came of it: layers and memory files are kept for as long as anything names 
 
 import asyncio
 import secrets
+import shutil
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from barchan.errors import NotFound
+from barchan.backends.base import Backend, Handle
+from barchan.core.finished import finished
+from barchan.errors import InvalidSpec, NotFound
 from barchan.image.store import image_info
 from barchan.image.template import Template
 from barchan.model.image import BUILT_PREFIX
 from barchan.model.node import ImageInfo, SnapshotRequest
 from barchan.model.sandbox import SandboxSpec
+from barchan.model.snapshot import MemoryRecord
 from barchan.model.snapshot_info import SNAPSHOT_PREFIX, SnapshotInfo
 from barchan.node import snapshots
 from barchan.node.live import Live
+from barchan.node.memories import Taken, check_backend, from_memory, held, make_readable, take
 from barchan.node.snapshot_journal import SnapshotJournal, SnapshotRow
 
 if TYPE_CHECKING:
-    from barchan.node.sandboxes import Sandboxes
+    from barchan.node.sandboxes import Sandboxes, Start
 
 
 class SnapshotTree:
-    """Keeps, finds and removes the snapshots of one node."""
+    """Keeps, finds and removes the snapshots of one node.
 
-    def __init__(self, sandboxes: "Sandboxes", journal: Path) -> None:
+    `folder` is for memory directories, each there for as long as a snapshot or a start of one takes.
+    """
+
+    def __init__(self, sandboxes: "Sandboxes", journal: Path, folder: Path) -> None:
         self._sandboxes = sandboxes
         self._journal = SnapshotJournal(journal)
+        self._folder = folder
 
     def close(self) -> None:
         self._journal.close()
 
     async def start(self) -> None:
         """Remove what a killed node was making, and what is on the shelf for no snapshot."""
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         for row in self._journal.begun():
             if not row.is_named and self._sandboxes.images.find(row.image) is not None:
                 await snapshots.remove_image(self._sandboxes, row.image)
@@ -110,10 +123,51 @@ class SnapshotTree:
         ]
 
     async def template_for(self, spec: SandboxSpec) -> Template:
-        """What a sandbox is made of, whose template may be the id of a snapshot."""
+        """What a sandbox is made of, whose template may be the id of a snapshot.
+
+        Raises:
+            InvalidSpec: It is one with memory, and processes can't become what is asked.
+        """
         if spec.template.startswith(SNAPSHOT_PREFIX) and self._journal.find(spec.template) is not None:
-            spec = replace(spec, template=self.row(spec.template).image)
+            row = self.row(spec.template)
+            if row.kind == "memory" and (spec.network, spec.root, spec.layers) != (row.spec.network, row.spec.root, ()):
+                raise InvalidSpec(
+                    f"the processes of snapshot {row.snapshot_id} were stored with network={row.spec.network!r}, "
+                    f"root={row.spec.root!r} and no layers above: ask for the same, or start from its image {row.image}"
+                )
+            spec = replace(spec, template=row.image)
         return await self._sandboxes.templates.template_for(spec)
+
+    def start_of(self, spec: SandboxSpec) -> "Start | None":
+        """How a sandbox starts that goes on from a snapshot's memory; None: as every other."""
+        row = self._journal.find(spec.template) if spec.template.startswith(SNAPSHOT_PREFIX) else None
+        if row is None or row.kind == "fs":
+            return None
+
+        async def start(backend: Backend, live: Live) -> Handle:
+            check_backend(backend, live.spec.backend)
+            async with self._workspace() as directory:
+                record = await finished(asyncio.to_thread(self._unpack, row.snapshot_id, directory))
+                taken = Taken(directory=directory, record=record, frozen_s=row.frozen_s)
+                return await from_memory(taken, None)(backend, live)
+
+        return start
+
+    def _unpack(self, snapshot_id: str, directory: Path) -> MemoryRecord:
+        with self._sandboxes.shelf.open(snapshot_id) as file:
+            file.unpack(directory)
+            make_readable(directory)
+            return file.record
+
+    @asynccontextmanager
+    async def _workspace(self) -> AsyncIterator[Path]:
+        """A path for a memory directory, not yet made."""
+        await asyncio.to_thread(self._folder.mkdir, 0o700, exist_ok=True)
+        directory = self._folder / secrets.token_hex(8)
+        try:
+            yield directory
+        finally:
+            await finished(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
     # making and removing
 
@@ -136,10 +190,14 @@ class SnapshotTree:
             created_unix_s=time.time(),
         )
         self._journal.write(row)
+        asked = replace(asked, name=row.image)
         try:
-            template = await self._made(live, replace(asked, name=row.image), row)
+            if asked.kind == "memory":
+                template, row = await self._with_memory(live, asked, row)
+            else:
+                template = await self._files(live, asked, row, live.handle.pack)
         except BaseException:
-            self._journal.remove(row)
+            self._forget(row)
             raise
         for older in self._journal.of_image(row.image):
             self._forget(older)
@@ -148,15 +206,42 @@ class SnapshotTree:
         own_bytes = self._sandboxes.images.layer_bytes(template.layers[0])
         return _info(row, image_info(template), own_bytes, template.size_bytes - own_bytes)
 
-    async def _made(self, live: Live, asked: SnapshotRequest, row: SnapshotRow) -> Template:
-        return await snapshots.snapshot(self._sandboxes, live, asked, live.handle.pack, is_named=row.is_named)
+    async def _files(
+        self, live: Live, asked: SnapshotRequest, row: SnapshotRow, pack: Callable[[Path], Awaitable[None]]
+    ) -> Template:
+        return await snapshots.snapshot(self._sandboxes, live, asked, pack, is_named=row.is_named)
+
+    async def _with_memory(self, live: Live, asked: SnapshotRequest, row: SnapshotRow) -> tuple[Template, SnapshotRow]:
+        """Memory and files of one moment. Pages that the parent's memory has are not stored again."""
+        backend = await self._sandboxes.backend(live.spec.backend)
+        check_backend(backend, live.spec.backend)
+        cut = row.snapshot_id
+        parent = self._journal.find(row.parent)
+        base = parent.snapshot_id if parent is not None and parent.kind == "memory" else None
+        async with self._workspace() as directory:
+            try:
+                async with held(self._sandboxes, live):
+                    taken = await take(live, directory, cut)
+                pack = partial(self._sandboxes.shelf.pack, row.snapshot_id, directory, base=base)
+                packed = await finished(asyncio.to_thread(pack))
+                template = await self._files(live, asked, row, partial(live.handle.pack_cut, cut))
+            finally:
+                await asyncio.shield(backend.remove_cut(cut))
+        return template, replace(
+            row,
+            memory_bytes=packed.file_bytes,
+            resident_bytes=taken.record.resident_bytes,
+            frozen_s=taken.frozen_s,
+        )
 
     async def remove(self, snapshot_id: str) -> SnapshotInfo:
         """Forget a snapshot with its image; what came of it stays, and comes of its parent then."""
         row = self.row(snapshot_id)
         info = await self.info(snapshot_id)
         await snapshots.remove_image(self._sandboxes, row.image)
-        self._forget(row)
+        if row.kind == "memory":
+            await finished(self._remove_memory(row))
+        self._journal.remove(row)
         return info
 
     def _parent(self, live: Live) -> str:
