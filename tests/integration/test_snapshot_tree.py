@@ -188,6 +188,8 @@ async def test_a_snapshot_with_memory_is_started_from_any_number_of_times(
         said = await counted(sandbox, "")
         snapshot = await sandbox.snapshot(kind="memory", metadata={"step": "1"})
         assert await counted(sandbox, said) == "2 first\n"
+        second = await sandbox.snapshot(kind="memory")
+        assert second.info.memory_bytes < snapshot.info.memory_bytes / 2  # the rest it has in common with the first
     assert said == "1 first\n"
     assert snapshot.kind == "memory" and 0 < snapshot.info.memory_bytes < snapshot.info.resident_bytes
     assert snapshot.info.own_bytes > snapshot.info.memory_bytes
@@ -213,5 +215,8 @@ async def test_a_snapshot_with_memory_is_started_from_any_number_of_times(
         assert isinstance(one, AsyncSandbox)
         await one.kill()
     await child.remove()
+    async with await client.create(second) as one:
+        assert await counted(one, said + "2 first\n") == "3 first\n"
+    await second.remove()
     assert list((node.state_dir / "snapshots").iterdir()) == []
     assert list((node.state_dir / "memory").iterdir()) == []

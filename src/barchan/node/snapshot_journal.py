@@ -11,10 +11,12 @@ from barchan.model.snapshot_info import SnapshotKind
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS snapshot (
-    id TEXT PRIMARY KEY, image TEXT NOT NULL, digest TEXT, parent TEXT NOT NULL, row BLOB NOT NULL
+    id TEXT PRIMARY KEY, image TEXT NOT NULL, digest TEXT, parent TEXT NOT NULL, sandbox TEXT NOT NULL,
+    row BLOB NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS snapshot_image ON snapshot (image);
 CREATE INDEX IF NOT EXISTS snapshot_parent ON snapshot (parent);
+CREATE INDEX IF NOT EXISTS snapshot_sandbox ON snapshot (sandbox);
 """
 
 
@@ -57,8 +59,8 @@ class SnapshotJournal:
     def write(self, row: SnapshotRow) -> None:
         """Before anything is made, with no digest; and when it is whole."""
         self._db.execute(
-            "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?)",
-            (row.snapshot_id, row.image, row.digest, row.parent, msgspec.json.encode(row)),
+            "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?)",
+            (row.snapshot_id, row.image, row.digest, row.parent, row.sandbox_id, msgspec.json.encode(row)),
         )
 
     def remove(self, row: SnapshotRow) -> None:
@@ -75,6 +77,11 @@ class SnapshotJournal:
     def of_image(self, image: str) -> list[SnapshotRow]:
         """The whole ones whose image has, or had, this name."""
         return self._rows("WHERE image = ? AND digest IS NOT NULL", image)
+
+    def of_sandbox(self, sandbox_id: str) -> list[SnapshotRow]:
+        """The whole ones of a sandbox, the latest first."""
+        rows = self._rows("WHERE sandbox = ? AND digest IS NOT NULL", sandbox_id)
+        return sorted(rows, key=lambda row: -row.created_unix_s)
 
     def whole(self) -> list[SnapshotRow]:
         return self._rows("WHERE digest IS NOT NULL")

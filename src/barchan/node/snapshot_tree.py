@@ -212,17 +212,15 @@ class SnapshotTree:
         return await snapshots.snapshot(self._sandboxes, live, asked, pack, is_named=row.is_named)
 
     async def _with_memory(self, live: Live, asked: SnapshotRequest, row: SnapshotRow) -> tuple[Template, SnapshotRow]:
-        """Memory and files of one moment. Pages that the parent's memory has are not stored again."""
+        """Memory and files of one moment."""
         backend = await self._sandboxes.backend(live.spec.backend)
         check_backend(backend, live.spec.backend)
         cut = row.snapshot_id
-        parent = self._journal.find(row.parent)
-        base = parent.snapshot_id if parent is not None and parent.kind == "memory" else None
         async with self._workspace() as directory:
             try:
                 async with held(self._sandboxes, live):
                     taken = await take(live, directory, cut)
-                pack = partial(self._sandboxes.shelf.pack, row.snapshot_id, directory, base=base)
+                pack = partial(self._sandboxes.shelf.pack, row.snapshot_id, directory, base=self._base(row))
                 packed = await finished(asyncio.to_thread(pack))
                 template = await self._files(live, asked, row, partial(live.handle.pack_cut, cut))
             finally:
@@ -233,6 +231,12 @@ class SnapshotTree:
             resident_bytes=taken.record.resident_bytes,
             frozen_s=taken.frozen_s,
         )
+
+    def _base(self, row: SnapshotRow) -> str | None:
+        """A snapshot that has most pages of this one already: the sandbox's last one, or what the sandbox came of."""
+        parent = self._journal.find(row.parent)
+        past = [*self._journal.of_sandbox(row.sandbox_id), *([parent] if parent is not None else [])]
+        return next((known.snapshot_id for known in past if known.kind == "memory"), None)
 
     async def remove(self, snapshot_id: str) -> SnapshotInfo:
         """Forget a snapshot with its image; what came of it stays, and comes of its parent then."""

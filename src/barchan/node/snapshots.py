@@ -80,7 +80,7 @@ def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
         env=below.env if asked.env is None else asked.env,
         entrypoint=below.entrypoint,
         cmd=below.cmd,
-        base_layers=len(below.layers) if base_layers is None else min(base_layers, len(below.layers)),
+        base_layers=len(below.layers) - live.rest.own_layers if base_layers is None else min(base_layers, len(below.layers)),
         source=f"snapshot of {live.sandbox_id}, from {' + '.join((below.name, *live.spec.layers))}",
     )
     config.check()
