@@ -73,6 +73,8 @@ async def remove_image(sandboxes: "Sandboxes", name: str) -> ImageInfo:
 def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
     below = live.template
     base_layers = below.base_layers if asked.base_layers == "same" else asked.base_layers
+    if base_layers is None:  # what a sandbox wrote before it was hibernated is its own
+        base_layers = len(below.layers) - live.rest.own_layers
     config = TemplateConfig(
         name=asked.name or fresh_name(),
         user=below.user if asked.user is None else asked.user,
@@ -80,7 +82,7 @@ def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
         env=below.env if asked.env is None else asked.env,
         entrypoint=below.entrypoint,
         cmd=below.cmd,
-        base_layers=len(below.layers) - live.rest.own_layers if base_layers is None else min(base_layers, len(below.layers)),
+        base_layers=min(base_layers, len(below.layers)),
         source=f"snapshot of {live.sandbox_id}, from {' + '.join((below.name, *live.spec.layers))}",
     )
     config.check()
