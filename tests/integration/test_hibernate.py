@@ -128,3 +128,30 @@ async def test_they_outlive_the_node(make_node: Callable[[], NodeProcess]) -> No
         assert answer == "1001"
         await sandbox.hibernate()
         await client.kill(labels={})
+
+
+@pytest.mark.parametrize("after_s", [0.03, 0.12])
+async def test_a_node_killed_on_the_way_loses_nothing(make_node: Callable[[], NodeProcess], after_s: float) -> None:
+    """Down and up, killed at one point or another: the next node has each sandbox, awake or not, as it was."""
+    node = make_node()
+    node.start()
+    async with barchan.connect_async(f"unix://{node.socket}") as client:
+        made = [item async for item in client.create_many("debian", n=3, memory_mib=128, detach=True, ttl_s=600)]
+        sandboxes = [item for item in made if isinstance(item, barchan.AsyncSandbox)]
+        pythons = [await sandbox.start(["python3", "-u", "-c", PYTHON]) for sandbox in sandboxes]
+        ends = [(await ask(python, "heap.append(7) or len(heap)", 0))[1] for python in pythons]
+        for turn in range(2):
+            await sandboxes[1].hibernate()
+            moves = [asyncio.create_task(sandboxes[0].hibernate()), asyncio.create_task(sandboxes[1].resume())]
+            await asyncio.sleep(after_s * (turn + 1))
+            node.kill()
+            for move in moves:
+                move.cancel()
+            await asyncio.gather(*moves, return_exceptions=True)
+            node.start()
+            assert sorted(node.sandboxes()) == sorted(sandbox.id for sandbox in sandboxes)
+            for index, python in enumerate(pythons):
+                answer, ends[index] = await ask(python, "len(heap)", ends[index])
+                assert answer == "1001"
+        assert await client.kill(labels={}) == 3
+    assert node.end() == []

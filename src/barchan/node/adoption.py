@@ -75,6 +75,7 @@ async def _find_stored(sandboxes: "Sandboxes", row: Row) -> None:
     live.rest.stored, live.rest.is_asked, live.rest.own_layers = row.stored, row.is_asked, row.own_layers
     live.rest.freed_bytes = row.stored.memory_bytes if row.stored is not None else 0
     live.clock.stop()
+    sandboxes.tiers.stored += 1
     sandboxes.arm(live, row.awake_s)
     await _take_in(sandboxes, live, row)
 

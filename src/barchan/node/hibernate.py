@@ -6,7 +6,6 @@ made in the other is removed by the next one.
 """
 
 import asyncio
-import os
 import secrets
 import shutil
 from collections.abc import Callable
@@ -23,8 +22,8 @@ from barchan.errors import BackendError, NotFound
 from barchan.image.template import Template
 from barchan.model.image import ASLEEP_PREFIX
 from barchan.model.node import SnapshotRequest
-from barchan.model.snapshot import MemoryRecord
 from barchan.node import snapshots
+from barchan.node.late_memory import unpacked
 from barchan.node.live import Live
 from barchan.node.network import Network
 from barchan.node.rest import Stored
@@ -132,6 +131,7 @@ async def _put_down(sandboxes: "Sandboxes", live: Live, storing: _Storing, store
     live.phase = next_phase(live.phase, Fact.MEMORY_STORED)
     live.rest.stored, live.rest.tier = stored, "hibernated"
     live.rest.freed_bytes += stored.memory_bytes
+    sandboxes.tiers.stored += 1
     older, live.rest.images = live.rest.images, {storing.image}
     if live.network is not None:
         await live.network.close()
@@ -152,32 +152,16 @@ async def restore(sandboxes: "Sandboxes", live: Live) -> None:
     assert stored is not None
     backend = await sandboxes.backend(live.spec.backend)
     memory = sandboxes.state_dir / f"{FOLDER_PREFIX}{secrets.token_hex(8)}"
-    try:
-        record = await finished(asyncio.to_thread(_unpack, sandboxes, stored, memory))
+    async with unpacked(backend, sandboxes.shelf, live.sandbox_id, stored.snapshot_id, memory) as found:
         handle = await backend.restore(
-            live.sandbox_id, live.spec, stored.template, memory, record, cut=None, pager=None
+            live.sandbox_id, live.spec, stored.template, memory, found.record, cut=None, pager=found.pager
         )
         try:
             await _take(sandboxes, live, handle)
         except BaseException:
             await finished(handle.destroy())
             raise
-    finally:
-        await finished(asyncio.to_thread(shutil.rmtree, memory, ignore_errors=True))
     await finished(_let_go(sandboxes, live, stored))
-
-
-def _unpack(sandboxes: "Sandboxes", stored: Stored, memory: Path) -> MemoryRecord:
-    with sandboxes.shelf.open(stored.snapshot_id) as file:
-        file.unpack(memory)
-        record = file.record
-    for directory, _, names in os.walk(
-        memory
-    ):  # CRIU reads them as the sandbox's root; the state directory is ours alone
-        os.chmod(directory, 0o755)
-        for name in names:
-            os.chmod(os.path.join(directory, name), 0o755)  # the init's program is among them
-    return record
 
 
 async def _take(sandboxes: "Sandboxes", live: Live, handle: Handle) -> None:
@@ -197,6 +181,7 @@ async def _let_go(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
     """Its processes are there: from here on they count, and what is on disk does not."""
     live.template = replace(live.template, layers=stored.template.layers, size_bytes=stored.template.size_bytes)
     live.rest.own_layers, live.rest.stored = stored.own_layers, None
+    sandboxes.tiers.stored -= 1
     sandboxes.journal.wake(live.sandbox_id, live.template, stored.own_layers)
     live.phase = "paused"
     await live.handle.thaw(stored.frozen_s)
@@ -213,6 +198,7 @@ async def _hold(sandboxes: "Sandboxes", live: Live, template: Template) -> None:
 async def remove(sandboxes: "Sandboxes", live: Live) -> None:
     """Of one that has ended: what it has on disk."""
     if live.rest.stored is not None:
+        sandboxes.tiers.stored -= 1
         await asyncio.to_thread(sandboxes.shelf.remove, live.rest.stored.snapshot_id)
     for image in live.rest.images:
         await _remove_image(sandboxes, image)

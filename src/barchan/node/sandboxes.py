@@ -29,6 +29,7 @@ from barchan.image.template import Template
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.node import adoption, hibernate, memories, upkeep
 from barchan.node.admission import Admission, check_spec
+from barchan.node.density import awake_mib
 from barchan.node.forks import Forks
 from barchan.node.holds import Holds
 from barchan.node.images import NodeImages
@@ -37,6 +38,7 @@ from barchan.node.leases import Leases, Over
 from barchan.node.live import Live, Shells, identity
 from barchan.node.network import Network
 from barchan.node.policy_loop import Policy
+from barchan.node.processes import HOST_FULL
 from barchan.node.snapshot_tree import SnapshotTree
 from barchan.node.tasks import Tasks
 from barchan.node.tiers import Tiers
@@ -69,7 +71,7 @@ class Sandboxes:
         self.journal = Journal(state_dir / JOURNAL)
         self.node_id = self.journal.meta("node_id", f"node_{secrets.token_hex(4)}")
         self.holds = Holds(self.images, self.node_id)
-        self.admission = Admission(limits, state_dir)
+        self.admission = Admission(limits, state_dir, partial(awake_mib, self))
         self.shelf = Shelf(state_dir / FOLDER)
         self.forks = Forks(self, state_dir / memories.FOLDER)
         self.tree = SnapshotTree(self, state_dir / JOURNAL, state_dir / memories.FOLDER)
@@ -121,6 +123,9 @@ class Sandboxes:
     def running_backend(self, name: str) -> Backend | None:
         """The backend of this name, if it was started."""
         return self._backends.get(name)
+
+    def running_backends(self) -> Iterable[Backend]:
+        return self._backends.values()
 
     def can_hibernate(self, live: Live) -> bool:
         """Whether its backend stores memory at all."""
@@ -275,8 +280,8 @@ class Sandboxes:
         self.creates_total += 1
         try:
             await self.holds.hold(live.sandbox_id, live.template)
-            running = len(self.live)  # as it is when it asks for its place
-            async with self.admission.slot(running - self.admission.starting, priority):
+            running = len(self.live) - self.tiers.stored  # as it is when it asks for its place
+            async with self.admission.slot(running - self.admission.starting, priority, live.spec.memory_mib):
                 if live.spec.lease_id is not None:
                     self.leases.started(live.spec.lease_id, live.sandbox_id)
                 self.live[live.sandbox_id] = live
@@ -322,8 +327,16 @@ class Sandboxes:
             live.expiry = live.clock.call_later(live.spec.ttl_s - awake_s, self.expire, live, "ttl")
 
     def watch(self, live: Live) -> None:
-        """Hear of its init's end."""
+        """Hear of its init's end, and of a program's that the host could not bear."""
         live.handle.ended.add_done_callback(partial(self._init_ended, live, live.handle))
+        live.processes.evicted = partial(self._evicted, live)
+
+    def _evicted(self, live: Live) -> BarchanError:
+        """No fault of the guest's: what it had is lost, and says so, rather than going on without a part."""
+        if live.ending is None:
+            self._ended(live, Fact.INIT_DIED, f"evicted: {HOST_FULL}")
+            live.handle.guest.guest_gone(self._why_not(live.sandbox_id))
+        return self._why_not(live.sandbox_id)
 
     # finding
 

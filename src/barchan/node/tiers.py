@@ -34,6 +34,7 @@ class Tiers:
     def __init__(self, sandboxes: "Sandboxes") -> None:
         self._sandboxes = sandboxes
         self.turns = Turns()
+        self.stored = 0  # sandboxes that are on disk, and take nothing else
         self._waits: dict[str, Waits] = {}
 
     # staying awake

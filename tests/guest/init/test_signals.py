@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.init.driver import ALL, GROUP, MAIN, OTHERS, THAW, Connection, GuestReplyError
+from tests.guest.init.driver import ALL, GROUP, HOLD, MAIN, OTHERS, THAW, Connection, GuestReplyError
 from tests.guest.init.guest import Guest, Leaf
 
 pytestmark = [pytest.mark.requires("root", "static-libc", "cgroup1"), pytest.mark.timeout(60)]
@@ -272,6 +272,19 @@ def test_backstop(contained: Contained) -> None:
     assert time.monotonic() - started > 0.25
     wait_for(lambda: sleepers(guest) == {"2000"}, "only the other start should be left")
     assert connection.signal(other, 0, MAIN) == 1
+
+
+def test_hold_stops_backstops_until_the_thaw(connection: Connection) -> None:
+    """A backstop that would be due while they are held fires after it, by what was left of it."""
+    handle, _, _ = connection.start("held", ["sleep", "1000"], backstop_ms=300)
+    connection.request(HOLD)
+    connection.request(HOLD)
+    time.sleep(0.6)
+    assert connection.ping()["running"] == 1
+    connection.request(THAW, struct.pack("<Q", 600_000_000))
+    output = connection.wait_exit(handle)
+    assert output.code == -signal.SIGKILL
+    assert 0.85e9 < output.exit["ended_ns"] - output.exit["started_ns"] < 5e9
 
 
 def test_thaw_moves_backstops(connection: Connection) -> None:

@@ -5,12 +5,14 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from barchan.errors import RequirementMissing
 from barchan.image.template import Layer, Template
 from barchan.model.sandbox import SandboxSpec
 from barchan.node import journal as module
 from barchan.node.journal import Journal
+from barchan.node.rest import Stored
 
 TEMPLATE = Template(
     name="debian",
@@ -79,3 +81,42 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(RequirementMissing, match="format 99"):
         Journal(tmp_path / "journal")
+
+
+STORED = Stored(snapshot_id="hib_1", template=TEMPLATE, own_layers=1, frozen_s=0.5, memory_bytes=1 << 20)
+
+
+def test_sleep_is_known_to_the_next_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since when, whether somebody asked for it, where it is on disk; and after the wake, for how long it slept."""
+    journal = Journal(tmp_path / "journal")
+    journal.begin("sb_1", SPEC, TEMPLATE)
+    journal.pause("sb_1", is_asked=False)
+    journal.asked("sb_1")
+    (row,) = Journal(tmp_path / "journal").live()
+    assert (row.phase, row.is_asked, row.stored) == ("paused", True, None)
+    assert row.since_unix_s is not None
+    journal.hibernate("sb_1", STORED)
+    (row,) = Journal(tmp_path / "journal").live()
+    assert (row.phase, row.stored) == ("hibernated", STORED)
+    later = time.time() + 100
+    monkeypatch.setattr(module.time, "time", lambda: later)
+    assert row.awake_s < 50
+    other = replace(TEMPLATE, layers=(Layer("b" * 64, "erofs"), *TEMPLATE.layers))
+    journal.wake("sb_1", other, own_layers=1)
+    (row,) = Journal(tmp_path / "journal").live()
+    assert (row.phase, row.since_unix_s, row.stored, row.is_asked) == ("booting", None, None, False)
+    assert (row.template, row.own_layers) == (other, 1)
+    assert 99 < row.asleep_s < 101
+    assert row.awake_s < 50
+
+
+def test_what_has_ended_does_not_go_to_sleep(tmp_path: Path) -> None:
+    """A kill that crosses a pause stands."""
+    journal = Journal(tmp_path / "journal")
+    journal.begin("sb_1", SPEC, TEMPLATE)
+    journal.end("sb_1", "stopped", "killed")
+    journal.pause("sb_1", is_asked=True)
+    journal.wake("sb_1")
+    row = journal.find("sb_1")
+    assert row is not None
+    assert (row.phase, row.end_cause) == ("stopped", "killed")

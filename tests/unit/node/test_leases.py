@@ -169,3 +169,35 @@ async def test_a_start_that_outlived_its_lease_is_refused(tmp_path: Path) -> Non
         leases.started("le_1", "sb_1")
     with pytest.raises(NotFound):
         leases.admit("le_1", "sb_2", 64)
+
+
+async def test_sleep_uses_no_seconds(tmp_path: Path) -> None:
+    """Its memory counts on; its seconds stand still, and go on from where they were."""
+    leases = opened(tmp_path)
+    lease = leases.hold(LeaseRequest(lease_id="le_1", budget=Budget(sandbox_s_max=100)))
+    leases.admit("le_1", "sb_1", 64)
+    leases.started("le_1", "sb_1")
+    await asyncio.sleep(0.05)
+    leases.stand_still("le_1", "sb_1")
+    leases.stand_still("le_1", "sb_1")
+    used = lease.used.sandbox_s
+    await asyncio.sleep(0.1)
+    assert (lease.used.sandbox_s, lease.used.memory_mib) == (used, 64)
+    assert used > 0.04
+    leases.go_on("le_1", "sb_1")
+    leases.go_on("le_1", "sb_gone")
+    await asyncio.sleep(0.05)
+    assert used + 0.04 < lease.used.sandbox_s
+    leases.stand_still("le_1", "sb_1")
+    leases.leave("le_1", "sb_1")
+    assert lease.used.sandboxes == 0
+    assert lease.used.sandbox_s > used + 0.04
+
+
+async def test_a_sleeping_sandbox_is_adopted_asleep(tmp_path: Path) -> None:
+    """It has used what it had used, and uses no more."""
+    leases = opened(tmp_path)
+    lease = leases.hold(LeaseRequest(lease_id="le_1"))
+    leases.adopt("le_1", "sb_1", 64, 12.0, is_awake=False)
+    await asyncio.sleep(0.02)
+    assert lease.used.sandbox_s == 12.0

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from barchan.backends.base import Capabilities, Ended
 from barchan.backends.container import probe
-from barchan.backends.container.cgroup import Counters, kill, sandbox_of, thaw
+from barchan.backends.container.cgroup import Counters, kill, node_memory, sandbox_of, thaw
 from barchan.backends.container.cut import Cutter
 from barchan.backends.container.hot import FirstReads
 from barchan.backends.container.layers import Layers
@@ -241,6 +241,7 @@ class ContainerBackend:
     def adopted(self) -> None:
         self._lazy.start(self._found_layers)
         self.zygotes.adopted()
+        self.memory.adopted()
         self.pager.adopted()
 
     def _unavailable(self, wanted: Unavailable) -> None:
@@ -446,6 +447,9 @@ class ContainerBackend:
         if self._client is None:
             raise BackendError("the container backend is not started")
         return await self._client.request(op, fds=fds, timeout_s=timeout_s, **keys)
+
+    def memory_use(self) -> tuple[int, int]:
+        return node_memory(self._name, self._cgroup)
 
     async def lost(self) -> None:
         if self._client is not None:

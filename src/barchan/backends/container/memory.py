@@ -36,6 +36,7 @@ from barchan.errors import (
 from barchan.image.template import Template
 from barchan.model.sandbox import SandboxSpec
 from barchan.model.snapshot import MemoryRecord
+from barchan.snapshot.compatible import check, this_host
 from barchan.snapshot.pager.link import PagerLink
 from barchan.wire import guest as wire
 
@@ -49,6 +50,7 @@ ANSWER_SPARE_S = 30.0
 ENTROPY_BYTES = 64
 FIRST_FD = 12  # of the init's files: RESTORE_FILES_FD of guest/criu/restore.h
 LOG_BYTES_MAX = 1 << 20
+JOB_PREFIX = "criu-"
 NETWORKS = {"none": "none", "allow": "proxy", "open": "open"}
 
 
@@ -80,12 +82,17 @@ class Memory:
     @asynccontextmanager
     async def job(self) -> AsyncIterator[Path]:
         """A directory for one run."""
-        path = self._state_dir / f"criu-{secrets.token_hex(6)}"
+        path = self._state_dir / f"{JOB_PREFIX}{secrets.token_hex(6)}"
         path.mkdir(mode=0o700)
         try:
             yield path
         finally:
             await finished(asyncio.to_thread(shutil.rmtree, path))
+
+    def adopted(self) -> None:
+        """No run that an earlier node had asked for is under way any more: remove what they have left."""
+        for path in self._state_dir.glob(f"{JOB_PREFIX}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     async def write_arguments(self, job: Path, userns: str, words: list[str]) -> None:
         found = await self.criu()
@@ -298,8 +305,10 @@ async def restoring(
 
     Raises:
         SnapshotCorrupt: The memory directory is not as `dump` makes it.
+        SnapshotIncompatible: It is of another kind of host.
         RequirementMissing: There is no CRIU.
     """
+    check(record, this_host((await memory.criu()).version))
     images = source / "criu"
     userns = [os.fspath(path) for path in images.glob("userns-*.img")]
     names = (*record.mounts, *record.files)

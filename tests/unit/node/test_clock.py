@@ -1,0 +1,59 @@
+"""A sandbox's clock stands still with its timers, and goes on with what was left."""
+
+import asyncio
+
+from barchan.node.clock import Clock
+
+
+async def test_a_timer_waits_for_its_clock() -> None:
+    """Not while it stands still, however long; then after what was left."""
+    clock, fired = Clock(), asyncio.Event()
+    clock.call_later(0.05, fired.set)
+    clock.stop()
+    clock.stop()
+    await asyncio.sleep(0.15)
+    assert not fired.is_set()
+    assert clock.go_on() >= 0.1
+    assert clock.go_on() == 0.0
+    async with asyncio.timeout(5):
+        await fired.wait()
+
+
+async def test_a_timer_made_while_it_stands_still() -> None:
+    """Counts from when the clock goes on."""
+    clock, fired = Clock(), asyncio.Event()
+    clock.stop()
+    timer = clock.call_later(0.01, fired.set)
+    await asyncio.sleep(0.05)
+    assert not fired.is_set()
+    assert timer.left_s == 0.01
+    clock.go_on()
+    async with asyncio.timeout(5):
+        await fired.wait()
+    timer.cancel()
+
+
+async def test_a_cancelled_timer_never_fires() -> None:
+    """Cancelled while it runs or while it is held."""
+    clock = Clock()
+    fired: list[str] = []
+    running, held = (clock.call_later(0.02, fired.append, name) for name in ("running", "held"))
+    running.cancel()
+    clock.stop()
+    held.cancel()
+    clock.go_on()
+    await asyncio.sleep(0.06)
+    assert fired == []
+
+
+async def test_its_time_leaves_out_what_it_slept() -> None:
+    """The event loop's time minus that."""
+    clock = Clock()
+    before = clock.time()
+    clock.stop()
+    await asyncio.sleep(0.05)
+    assert clock.time() - before < 0.04
+    assert clock.is_stopped
+    clock.go_on()
+    assert clock.slept_s >= 0.04
+    assert clock.time() - before < 0.04
