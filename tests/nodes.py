@@ -26,6 +26,8 @@ FILES = frozenset(
         "memory",
         "node.lock",
         "node.log",
+        "pager",
+        "pager.log",
         "reader.log",
         "snapshots",
         "start.lock",

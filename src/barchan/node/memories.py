@@ -15,6 +15,7 @@ from barchan.core.finished import finished
 from barchan.errors import RequirementMissing
 from barchan.model.snapshot import MemoryRecord
 from barchan.node.live import Live
+from barchan.snapshot.pager.link import PagerLink
 
 if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes, Start
@@ -83,13 +84,13 @@ def check_backend(backend: Backend, name: str) -> None:
         raise RequirementMissing(f"the {name} backend can't store memory on this host (try: barchan doctor)")
 
 
-def from_memory(taken: Taken, cut: str | None) -> "Start":
-    """A start that goes on from a memory directory, with the files of a cut."""
+def from_memory(taken: Taken, cut: str | None, pager: PagerLink | None = None) -> "Start":
+    """A start that goes on from a memory directory, with the files of a cut; `pager` brings what is not in it."""
 
     async def start(backend: Backend, live: Live) -> Handle:
         began = time.monotonic()
         handle = await backend.restore(
-            live.sandbox_id, live.spec, live.template, taken.directory, taken.record, cut=cut
+            live.sandbox_id, live.spec, live.template, taken.directory, taken.record, cut=cut, pager=pager
         )
         try:
             await handle.guest.watch_running()

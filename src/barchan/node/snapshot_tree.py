@@ -25,11 +25,11 @@ from barchan.image.template import Template
 from barchan.model.image import BUILT_PREFIX
 from barchan.model.node import ImageInfo, SnapshotRequest
 from barchan.model.sandbox import SandboxSpec
-from barchan.model.snapshot import MemoryRecord
 from barchan.model.snapshot_info import SNAPSHOT_PREFIX, SnapshotInfo
 from barchan.node import snapshots
+from barchan.node.late_memory import unpacked
 from barchan.node.live import Live
-from barchan.node.memories import Taken, check_backend, from_memory, held, make_readable, take
+from barchan.node.memories import Taken, check_backend, from_memory, held, take
 from barchan.node.snapshot_journal import SnapshotJournal, SnapshotRow
 
 if TYPE_CHECKING:
@@ -146,18 +146,14 @@ class SnapshotTree:
 
         async def start(backend: Backend, live: Live) -> Handle:
             check_backend(backend, live.spec.backend)
-            async with self._workspace() as directory:
-                record = await finished(asyncio.to_thread(self._unpack, row.snapshot_id, directory))
-                taken = Taken(directory=directory, record=record, frozen_s=row.frozen_s)
-                return await from_memory(taken, None)(backend, live)
+            async with (
+                self._workspace() as directory,
+                unpacked(backend, self._sandboxes.shelf, live.sandbox_id, row.snapshot_id, directory) as found,
+            ):
+                taken = Taken(directory=directory, record=found.record, frozen_s=row.frozen_s)
+                return await from_memory(taken, None, found.pager)(backend, live)
 
         return start
-
-    def _unpack(self, snapshot_id: str, directory: Path) -> MemoryRecord:
-        with self._sandboxes.shelf.open(snapshot_id) as file:
-            file.unpack(directory)
-            make_readable(directory)
-            return file.record
 
     @asynccontextmanager
     async def _workspace(self) -> AsyncIterator[Path]:

@@ -115,9 +115,10 @@ class Pager:
         return link
 
     async def _drop(self, sandbox_id: str) -> None:
-        if self._links.pop(sandbox_id, None) is not None:
+        if sandbox_id in self._links:
             with suppress(ConnectionLost):  # then its keeper ends what there is
                 await self._request("drop", id=sandbox_id)
+            self._links.pop(sandbox_id, None)
 
     async def _request(self, op: str, **keys: Any) -> wire.Message:
         answer = await (await self._connected()).request(op, **keys)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Final
 
 from barchan.errors import SnapshotCorrupt
-from barchan.snapshot.form import OWN
+from barchan.snapshot.form import OWN, ZEROS
 from barchan.snapshot.memory_file import MemoryFile
 from barchan.snapshot.pagemap import PAGE_BYTES
 from barchan.snapshot.pager.regions import Part, Regions
@@ -14,6 +14,11 @@ from barchan.snapshot.pager.space import Chunk
 
 CHUNKS_MAX: Final = 128
 """Of 128 KiB each, for all sandboxes together: siblings of one snapshot share them."""
+
+
+LATE_BYTES_MIN: Final = 16 << 20
+DISTINCT_MIN: Final = 0.8
+"""Of the pages of a snapshot whose memory may come on demand, this part must be different from one another."""
 
 
 class Chunks:
@@ -74,3 +79,28 @@ class Source:
         digest = self._digests[source] if OWN <= source < len(self._digests) else ""
         found = self._chunks.get(digest, chunk)
         return found or self._chunks.put(digest, chunk, self._file.read_chunk(source, chunk))
+
+
+def may_come_late(file: MemoryFile) -> bool:
+    """Whether to restore a snapshot with its memory on demand.
+
+    A small one is there at once anyway; and pages that processes share since a fork, which a plain restore shares
+    again, would be filled for each of them. It reads the page maps, so it blocks.
+
+    Raises:
+        SnapshotCorrupt: A page map is damaged.
+    """
+    stored = []
+    for runs in file.page_maps().values():
+        for run in runs:
+            for place in file.places(run.first, run.pages) if run.is_lazy else ():
+                if place.source != ZEROS:
+                    stored.append((place.source, place.slot, place.slot + place.pages))
+    distinct, last, end = 0, OWN, 0
+    for source, start, stop in sorted(stored):
+        if source != last:
+            last, end = source, 0
+        distinct += max(0, stop - max(start, end))
+        end = max(end, stop)
+    pages = sum(stop - start for _, start, stop in stored)
+    return pages * PAGE_BYTES >= LATE_BYTES_MIN and distinct >= DISTINCT_MIN * pages
