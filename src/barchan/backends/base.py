@@ -138,6 +138,9 @@ class Handle(Protocol):
     def oom_kills(self) -> int:
         """The kernel's count of out-of-memory kills under the guest's memory limit."""
 
+    def host_kills(self) -> int:
+        """The kernel's count of programs of the guest that it killed because the host itself was out of memory."""
+
     def stats(self) -> SandboxStats:
         """Kernel counters as they are now."""
 
@@ -270,6 +273,9 @@ class Backend(Protocol):
 
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
         """Let go of those layers (None: of all) that the image store has no more; one in use later, when it is not."""
+
+    def memory_use(self) -> tuple[int, int]:
+        """Bytes that all sandboxes take now, and how many of them are a cache that the kernel can drop."""
 
     async def lost(self) -> None:
         """Return when what holds the sandboxes is gone, and they with it."""

@@ -17,7 +17,12 @@ from barchan.wire.api import ErrorBody
 
 
 def up(
-    *, listen: str = "127.0.0.1:7070", store: str | None = None, warm: int | None = None, common: Common = DEFAULTS
+    *,
+    listen: str = "127.0.0.1:7070",
+    store: str | None = None,
+    warm: int | None = None,
+    memory_overcommit: float | None = None,
+    common: Common = DEFAULTS,
 ) -> int:
     """Run a node in the foreground, reachable over HTTP with a bearer token.
 
@@ -34,6 +39,7 @@ def up(
         store: Blob store of images that are not here: a directory, s3://BUCKET/PREFIX, gs://, az://, https://HOST/PATH
             (environment: BARCHAN_STORE).
         warm: Sandboxes to keep ready for creates, at least (default: 4 per processor; 0: none).
+        memory_overcommit: How many times the host's memory the limits of sandboxes may add up to (default: 16).
     """
     state_dir = common.local_state_dir
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -44,6 +50,8 @@ def up(
         node += ["--store", store_url(store)]
     if warm is not None:
         node += ["--warm", str(warm)]
+    if memory_overcommit is not None:
+        node += ["--memory-overcommit", str(memory_overcommit)]
     ready, ready_end = os.pipe()
     with subprocess.Popen([*node, "--ready-fd", str(ready_end)], pass_fds=(ready_end,)) as process:
         os.close(ready_end)

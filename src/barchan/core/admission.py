@@ -4,6 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from barchan.core.density import Pressure, step
 from barchan.errors import CapacityError, QuotaExceeded
 from barchan.model.node import Budget, LeaseUse
 
@@ -20,6 +21,7 @@ class Limits(Struct, frozen=True, kw_only=True):
         memory_reserve_mib: Host memory that must stay available.
         disk_reserve_mib: Host disk that must stay free.
         warm: Slots kept ready for creates, at least.
+        memory_overcommit: How many times the host's memory the limits of all sandboxes that are awake may add up to.
     """
 
     starting_max: int
@@ -28,15 +30,17 @@ class Limits(Struct, frozen=True, kw_only=True):
     memory_reserve_mib: int = 512
     disk_reserve_mib: int = 1024
     warm: int = 0
+    memory_overcommit: float = 16.0
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """What a node carries at this moment."""
+    """What a node carries at this moment. `requested_mib`: memory limits of those that are awake, with this one's."""
 
     starting: int
     queued: int
     running: int
-    memory_available_mib: int
+    requested_mib: int
+    pressure: Pressure
     disk_available_mib: int
     start_ms_p50: float
 
@@ -52,8 +56,7 @@ def decide(limits: Limits, load: Load) -> Decision:
     """
     if load.running + load.starting + load.queued >= limits.running_max:
         raise CapacityError(f"this node runs its {limits.running_max} sandboxes", retry_after_ms=1000)
-    if load.memory_available_mib < limits.memory_reserve_mib:
-        raise CapacityError(f"only {load.memory_available_mib} MiB of memory are available", retry_after_ms=2000)
+    _check_memory(limits, load)
     if load.disk_available_mib < limits.disk_reserve_mib:
         raise CapacityError(f"only {load.disk_available_mib} MiB of disk are free", retry_after_ms=5000)
     if load.starting < limits.starting_max:
@@ -62,6 +65,25 @@ def decide(limits: Limits, load: Load) -> Decision:
         turn_ms = load.start_ms_p50 * load.queued / limits.starting_max
         raise CapacityError(f"{load.queued} creates are waiting already", retry_after_ms=max(10, int(turn_ms)))
     return "queue"
+
+
+def _check_memory(limits: Limits, load: Load) -> None:
+    pressure = load.pressure
+    if step(pressure, limits.memory_reserve_mib) in ("refuse", "evict"):
+        stalled = 100 * (pressure.memory_stalled_full or 0.0)
+        raise CapacityError(
+            f"the host is short of memory: {pressure.memory_available_mib} MiB are available, "
+            f"{limits.memory_reserve_mib} of them to be left, and its programs wait for it {stalled:.0f} % of the time",
+            retry_after_ms=2000,
+        )
+    allowed_mib = int(pressure.memory_total_mib * limits.memory_overcommit)
+    if load.requested_mib > allowed_mib:
+        raise CapacityError(
+            f"the sandboxes that are awake may take {load.requested_mib} MiB with this one, more than "
+            f"{limits.memory_overcommit:g} times the host's {pressure.memory_total_mib} "
+            "(try: a smaller memory_mib, or pausing some)",
+            retry_after_ms=2000,
+        )
 
 
 def check_budget(budget: Budget, used: LeaseUse, memory_mib: int) -> None:

@@ -11,6 +11,28 @@ GRACE_S_MAX = 86_400.0
 METADATA_VALUE_MAX = 4096
 
 
+class NodeMemory(Struct, frozen=True, kw_only=True):
+    """A host's memory, and what of it the sandboxes of a node ask for and take.
+
+    Attributes:
+        requested_mib: Memory limits of those that are awake, added up; at most `requested_max_mib` are let in.
+        used_mib: What all of them take now, with the files that the kernel has read for them.
+        reclaimable_mib: Of that: the cache of files, and what paused ones hold.
+        step: What is done about it: nothing, move waiting sandboxes down, refuse new ones, save some to disk.
+        memory_stalled, cpu_stalled: Share of the last ten seconds in which some program of the host waited for it.
+    """
+
+    total_mib: int
+    available_mib: int
+    requested_mib: int
+    requested_max_mib: int
+    used_mib: int
+    reclaimable_mib: int
+    step: Literal["none", "tiers", "refuse", "evict"]
+    memory_stalled: float | None = None
+    cpu_stalled: float | None = None
+
+
 class NodeInfo(Struct, frozen=True, kw_only=True):
     """A node's identity and load. `store`: the URL of the blob store it has images from; empty: none."""
 
@@ -29,6 +51,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     memory_available_mib: int
     backends: tuple[str, ...]
     store: str = ""
+    memory: NodeMemory | None = None
 
 
 class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -42,6 +42,9 @@ def _arguments() -> argparse.Namespace:
     for name, what in LIMITS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
     parser.add_argument(
+        "--memory-overcommit", type=float, metavar="X", help="memory limits may add up to X times the host's memory"
+    )
+    parser.add_argument(
         "--weaken",
         action="append",
         default=[],
@@ -162,7 +165,7 @@ async def _until_idle(stop: asyncio.Event, sandboxes: Sandboxes, idle_exit_s: fl
 
 async def _run(arguments: argparse.Namespace) -> None:
     version = metadata.version("barchan")
-    given = {name: value for name in LIMITS if (value := getattr(arguments, name)) is not None}
+    given = {name: value for name in (*LIMITS, "memory_overcommit") if (value := getattr(arguments, name)) is not None}
     limits = replace(default_limits(), **given)
     reader = ReaderSettings(cache_mib=arguments.image_cache_mib)
     if arguments.image_wait_s is not None:

@@ -6,24 +6,19 @@ import itertools
 import os
 import shutil
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from barchan.core.admission import Limits, Load, decide
 from barchan.core.egress import parse_allow
-from barchan.errors import InvalidSpec
+from barchan.errors import CapacityError, InvalidSpec
 from barchan.model.sandbox import SandboxSpec
+from barchan.node.density import pressure
 
 LAYER_IMAGES_MAX = 128  # each is checked against each
-_MEMINFO = Path("/proc/meminfo")
-
-
-def memory_available_mib() -> int:
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) >> 10
-    return 0
+REFUSED_FRESH_S = 0.01
+FRESH_S = 0.25  # reading the host costs 200 us; a quarter second is fresh enough for a reserve
 
 
 def default_limits() -> Limits:
@@ -32,7 +27,7 @@ def default_limits() -> Limits:
     return Limits(
         starting_max=4 * cpus,
         queued_max=4096,
-        running_max=min(30_000, max(16, memory_available_mib() // 4)),
+        running_max=min(30_000, max(16, pressure().memory_available_mib // 4)),
         warm=4 * cpus,
     )
 
@@ -62,45 +57,54 @@ class Admission:
     of a higher priority wait, those of lower ones do too, however long that is.
     """
 
-    def __init__(self, limits: Limits, state_dir: Path) -> None:
+    def __init__(self, limits: Limits, state_dir: Path, requested_mib: Callable[[], int]) -> None:
         self.limits = limits
+        self._requested_mib = requested_mib
+        self._started_mib = 0  # since that was asked
+        self._queued_mib = 0
         self.starting = 0
         self._state_dir = state_dir
         self._queue: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap; the number tells equals apart
         self._numbers = itertools.count()
         self._recent_ms: deque[float] = deque([5.0], maxlen=64)
-        self._host = (0, 0)
+        self._host = (pressure(), 0, 0)
         self._host_read_at = -1.0
 
     @property
     def queued(self) -> int:
         return len(self._queue)
 
-    def load(self, running: int) -> Load:
+    def load(self, running: int, memory_mib: int = 0, fresh_s: float = FRESH_S) -> Load:
         now = asyncio.get_running_loop().time()
-        if now - self._host_read_at > 0.25:  # these two cost 100 us; a quarter second is fresh enough for a reserve
-            self._host = (memory_available_mib(), shutil.disk_usage(self._state_dir).free >> 20)
-            self._host_read_at = now
+        if now - self._host_read_at > fresh_s:
+            self._host = (pressure(), shutil.disk_usage(self._state_dir).free >> 20, self._requested_mib())
+            self._host_read_at, self._started_mib = now, 0
         return Load(
             starting=self.starting,
             queued=self.queued,
             running=running,
-            memory_available_mib=self._host[0],
+            pressure=self._host[0],
             disk_available_mib=self._host[1],
+            requested_mib=self._host[2] + self._started_mib + self._queued_mib + memory_mib,
             start_ms_p50=sorted(self._recent_ms)[len(self._recent_ms) // 2],
         )
 
     @asynccontextmanager
-    async def slot(self, running: int, priority: int = 0) -> AsyncIterator[None]:
+    async def slot(self, running: int, priority: int = 0, memory_mib: int = 0) -> AsyncIterator[None]:
         """Wait for a turn to start a sandbox.
 
         Raises:
             CapacityError: There is no room, not even to wait.
         """
-        if decide(self.limits, self.load(running)) == "queue":
+        try:
+            decision = decide(self.limits, self.load(running, memory_mib))
+        except CapacityError:  # room may have come since the last look
+            decision = decide(self.limits, self.load(running, memory_mib, REFUSED_FRESH_S))
+        if decision == "queue":
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             waiting = (-priority, next(self._numbers), turn)
             heapq.heappush(self._queue, waiting)
+            self._queued_mib += memory_mib
             try:
                 await turn  # whoever leaves hands its place over, so `starting` stays as it is
             except asyncio.CancelledError:
@@ -110,8 +114,11 @@ class Admission:
                     self._queue.remove(waiting)
                     heapq.heapify(self._queue)
                 raise
+            finally:
+                self._queued_mib -= memory_mib
         else:
             self.starting += 1
+        self._started_mib += memory_mib
         began = asyncio.get_running_loop().time()
         try:
             yield

@@ -1,8 +1,13 @@
-"""What the kernel says of this host's memory and processors."""
+"""What the kernel says of this host's memory and processors, and what of it the sandboxes have."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from barchan.core.density import Pressure
+from barchan.core.density import Pressure, step
+from barchan.model.node import NodeMemory
+
+if TYPE_CHECKING:
+    from barchan.node.sandboxes import Sandboxes
 
 _MEMINFO = Path("/proc/meminfo")
 _STALLS = Path("/proc/pressure")
@@ -22,6 +27,34 @@ def pressure() -> Pressure:
         memory_stalled=stalls.get("some"),
         memory_stalled_full=stalls.get("full"),
         cpu_stalled=_stalls("cpu").get("some"),
+    )
+
+
+def awake_mib(sandboxes: "Sandboxes") -> int:
+    """The memory limits of all sandboxes that may use theirs now, added up."""
+    awake = ("booting", "ready")
+    return sum(live.spec.memory_mib for live in sandboxes.live.values() if live.phase in awake)
+
+
+def memory(sandboxes: "Sandboxes") -> NodeMemory:
+    """What this node's sandboxes ask for and take of the host's memory."""
+    now = pressure()
+    used = cached = 0
+    for backend in sandboxes.running_backends():
+        backend_used, backend_cached = backend.memory_use()
+        used, cached = used + backend_used, cached + backend_cached
+    asleep = sum(live.rest.memory_bytes for live in sandboxes.live.values() if live.phase == "paused")
+    limits = sandboxes.admission.limits
+    return NodeMemory(
+        total_mib=now.memory_total_mib,
+        available_mib=now.memory_available_mib,
+        requested_mib=awake_mib(sandboxes),
+        requested_max_mib=int(now.memory_total_mib * limits.memory_overcommit),
+        used_mib=used >> 20,
+        reclaimable_mib=min(used, cached + asleep) >> 20,
+        step=step(now, limits.memory_reserve_mib),
+        memory_stalled=now.memory_stalled,
+        cpu_stalled=now.cpu_stalled,
     )
 
 

@@ -5,11 +5,11 @@ import os
 import resource
 import signal as signals
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from barchan.backends.base import Handle
 from barchan.backends.guest import GuestProcess
-from barchan.errors import ConnectionLost, InvalidSpec, ReadTimeout, TransportError
+from barchan.errors import BarchanError, ConnectionLost, InvalidSpec, ReadTimeout, SandboxLost, TransportError
 from barchan.image.template import GUEST_PATH, Template
 from barchan.model.sandbox import ExecRequest, ExecResult, ProcessInfo, SandboxSpec, StartRequest, Usage
 from barchan.node.clock import Clock, Timer
@@ -24,6 +24,7 @@ EXEC_SPOOL_BYTES = 4 << 20
 STDIN_INLINE_MAX = 1 << 20
 ARG_BYTES_MAX = 131_000  # the kernel takes 128 KiB per string
 SHELL_NAMES = ("/bin/bash", "/bin/sh")
+HOST_FULL = "the host was out of memory, and its kernel killed a program of the sandbox"
 
 _RLIMITS = {name[7:].lower(): getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
 _UNLIMITED = (1 << 64) - 1
@@ -50,6 +51,7 @@ class Processes:
         self._oom_killed: set[str] = set()
         self._oom_seen = 0 if is_new else handle.oom_kills()
         self._feeders: set[asyncio.Task[None]] = set()
+        self.evicted: Callable[[], BarchanError] = lambda: SandboxLost(HOST_FULL)  # the node's ends the sandbox, too
         self._deadlines: list[Timer] = []
 
     async def move(self, handle: Handle) -> None:
@@ -287,13 +289,19 @@ class Processes:
         )
 
     def _oom(self, process: GuestProcess, code: int) -> bool:
-        """Did the memory limit kill it? The kernel's counter must have risen, and SIGKILL must have been the end."""
+        """Did the memory limit kill it? The kernel's counter must have risen, and SIGKILL must have been the end.
+
+        Raises:
+            SandboxLost: The host was out of memory, and killed it for that.
+        """
         if code != 128 + signals.SIGKILL or process.timed_out:
             return False
         if process.process_id in self._oom_killed:
             return True
         kills = self._handle.oom_kills()
         if kills <= self._oom_seen:
+            if self._handle.host_kills():
+                raise self.evicted()
             return False
         self._oom_seen = kills
         self._oom_killed.add(process.process_id)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from barchan import backends
 from barchan.model.node import NodeInfo
-from barchan.node.admission import memory_available_mib
+from barchan.node.density import memory
 
 if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
@@ -47,6 +47,7 @@ def end_idle(sandboxes: "Sandboxes") -> None:
 
 def node_info(sandboxes: "Sandboxes", pid: int) -> NodeInfo:
     """What this node is and how loaded."""
+    reading = memory(sandboxes)
     return NodeInfo(
         node_id=sandboxes.node_id,
         version=sandboxes.version,
@@ -60,7 +61,8 @@ def node_info(sandboxes: "Sandboxes", pid: int) -> NodeInfo:
         leases=sandboxes.leases.held,
         creates_total=sandboxes.creates_total,
         create_failures_total=sandboxes.create_failures_total,
-        memory_available_mib=memory_available_mib(),
+        memory_available_mib=reading.available_mib,
+        memory=reading,
         backends=tuple(backends.BACKENDS),
         store=sandboxes.templates.remote.url if sandboxes.templates.remote is not None else "",
     )

@@ -1,25 +1,29 @@
 """Admission: start, queue or refuse, from counts alone."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from barchan.core.admission import Limits, Load, check_budget, decide, spent_in_s
+from barchan.core.density import Pressure
 from barchan.errors import CapacityError, QuotaExceeded
 from barchan.model.node import Budget, LeaseUse
 
 LIMITS = Limits(starting_max=4, queued_max=10, running_max=100)
-IDLE = {
+IDLE: dict[str, Any] = {
     "starting": 0,
     "queued": 0,
     "running": 0,
-    "memory_available_mib": 8192,
+    "requested_mib": 512,
+    "pressure": Pressure(memory_total_mib=16_384, memory_available_mib=8192),
     "disk_available_mib": 50_000,
     "start_ms_p50": 5.0,
 }
 
 
-def load(**changes: float) -> Load:
+def load(**changes: Any) -> Load:
     return Load(**{**IDLE, **changes})
 
 
@@ -38,16 +42,28 @@ def test_a_busy_node_queues() -> None:
     [
         {"running": 100},
         {"running": 90, "starting": 4, "queued": 6},
-        {"memory_available_mib": 100},
+        {"pressure": Pressure(memory_total_mib=16_384, memory_available_mib=100)},
+        {"pressure": Pressure(memory_total_mib=16_384, memory_available_mib=8192, memory_stalled_full=0.5)},
+        {"requested_mib": 16 * 16_384 + 1},
         {"disk_available_mib": 100},
     ],
-    ids=["running", "running with those on their way", "memory", "disk"],
+    ids=["running", "running with those on their way", "memory", "waits for memory", "memory asked for", "disk"],
 )
-def test_a_full_node_refuses_with_a_retry_time(changes: dict[str, float]) -> None:
+def test_a_full_node_refuses_with_a_retry_time(changes: dict[str, Any]) -> None:
     """Each bound refuses, and says when to ask again."""
     with pytest.raises(CapacityError) as caught:
         decide(LIMITS, load(**changes))
     assert int(caught.value.details["retry_after_ms"]) > 0
+
+
+def test_what_sandboxes_may_take_may_be_more_than_there_is() -> None:
+    """Up to the limit of the overcommit: most never use all of theirs."""
+    assert decide(LIMITS, load(requested_mib=16 * 16_384)) == "start"
+
+
+def test_a_host_short_of_memory_still_starts_while_tiers_help() -> None:
+    """Moving waiting sandboxes down comes before refusing new ones."""
+    assert decide(LIMITS, load(pressure=Pressure(memory_total_mib=16_384, memory_available_mib=1000))) == "start"
 
 
 def test_a_full_queue_refuses_for_as_long_as_the_queue_takes() -> None:

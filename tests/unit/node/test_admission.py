@@ -4,17 +4,19 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from barchan.core.admission import Limits
 from barchan.errors import CapacityError
 from barchan.node.admission import Admission
+from barchan.node.density import pressure
 
 LIMITS = Limits(starting_max=2, queued_max=3, running_max=1000, memory_reserve_mib=0, disk_reserve_mib=0)
 
 
 async def test_no_more_than_the_bound_start_at_once(tmp_path: Path) -> None:
     """Two at a time, the others in the order in which they came."""
-    admission = Admission(LIMITS, tmp_path)
+    admission = Admission(LIMITS, tmp_path, lambda: 0)
     most = 0
     order: list[int] = []
 
@@ -31,7 +33,7 @@ async def test_no_more_than_the_bound_start_at_once(tmp_path: Path) -> None:
 
 async def test_higher_priorities_go_first(tmp_path: Path) -> None:
     """Whoever came first within one priority; who has a place already keeps it."""
-    admission = Admission(LIMITS, tmp_path)
+    admission = Admission(LIMITS, tmp_path, lambda: 0)
     order: list[str] = []
     release = asyncio.Event()
 
@@ -53,7 +55,7 @@ async def test_higher_priorities_go_first(tmp_path: Path) -> None:
 
 async def test_a_full_queue_refuses(tmp_path: Path) -> None:
     """Two start, three wait, the sixth is told when to come back."""
-    admission = Admission(LIMITS, tmp_path)
+    admission = Admission(LIMITS, tmp_path, lambda: 0)
     release = asyncio.Event()
 
     async def one() -> None:
@@ -72,7 +74,7 @@ async def test_a_full_queue_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("granted", [False, True])
 async def test_a_cancelled_wait_gives_its_turn_on(tmp_path: Path, granted: bool) -> None:
     """Whether it was still waiting, or had just been given the turn."""
-    admission = Admission(LIMITS, tmp_path)
+    admission = Admission(LIMITS, tmp_path, lambda: 0)
     first, second = admission.slot(0), admission.slot(0)
     await first.__aenter__()
     await second.__aenter__()
@@ -96,7 +98,7 @@ async def test_a_cancelled_wait_gives_its_turn_on(tmp_path: Path, granted: bool)
 
 async def test_a_wait_that_is_cancelled_as_its_turn_comes_is_just_cancelled(tmp_path: Path) -> None:
     """Whoever leaves passes over a turn that nobody waits for any more, before the one who waited has noticed."""
-    admission = Admission(LIMITS, tmp_path)
+    admission = Admission(LIMITS, tmp_path, lambda: 0)
     first, second = admission.slot(0), admission.slot(0)
     await first.__aenter__()
     await second.__aenter__()
@@ -113,3 +115,14 @@ async def test_a_wait_that_is_cancelled_as_its_turn_comes_is_just_cancelled(tmp_
         await waiting
     await second.__aexit__(None, None, None)
     assert (admission.starting, admission.queued) == (0, 0)
+
+
+async def test_memory_asked_for_is_counted_between_two_looks(tmp_path: Path) -> None:
+    """Creates that come faster than the node looks at its sandboxes don't slip past the limit."""
+    total_mib = pressure().memory_total_mib
+    limits = replace(LIMITS, starting_max=10, memory_overcommit=2.0)
+    admission = Admission(limits, tmp_path, lambda: 0)
+    async with admission.slot(0, 0, total_mib), admission.slot(1, 0, total_mib):
+        with pytest.raises(CapacityError, match="memory"):
+            async with admission.slot(2, 0, total_mib):
+                raise AssertionError("let in")

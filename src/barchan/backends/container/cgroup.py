@@ -12,6 +12,7 @@ from barchan.model.sandbox import SandboxStats
 ROOT = "/sys/fs/cgroup"
 FREEZE_S = 10.0
 FREEZE_POLL_S = 0.0005
+FULL_SPARE_BYTES = 1 << 20  # below the limit: an allocation that found no room need not have filled it to the last byte
 
 
 class Counters:
@@ -37,9 +38,27 @@ class Counters:
         return _field(f"{self.guest}/cpu.stat", "usage_usec") / 1e6
 
     def oom_kills(self) -> int:
+        """Programs killed since the guest reached its own limit."""
+        kills = self._kills()
+        return kills if kills and self._was_full() else 0
+
+    def host_kills(self) -> int:
+        """Programs that the kernel killed for want of memory, though the guest never reached its limit: the host's."""
+        kills = self._kills()
+        return kills if kills and not self._was_full() else 0
+
+    def _kills(self) -> int:
+        """Of any kind of shortage, the host's too."""
         if self._version == "v1":
-            return _field(f"{ROOT}/memory/{self._leaf}/memory.oom_control", "oom_kill")
-        return _field(f"{ROOT}/{self._leaf}/guest/memory.events", "oom_kill")
+            return _field(f"{self.memory}/memory.oom_control", "oom_kill")
+        return _field(f"{self.memory}/memory.events", "oom_kill")
+
+    def _was_full(self) -> bool:
+        """Version 1 counts no attempts beyond the limit (its failcnt stays 0): there the highest use tells."""
+        if self._version == "v2":
+            return _field(f"{self.memory}/memory.events", "oom") > 0
+        most = _number(f"{self.memory}/memory.max_usage_in_bytes")
+        return most + FULL_SPARE_BYTES >= _number(f"{self.memory}/memory.limit_in_bytes")
 
     def dirty_bytes(self) -> int:
         """Of the guest's files, what is not on disk yet."""
@@ -64,6 +83,17 @@ class Counters:
             cpu_s=self.cpu_s(),
             pids=_number(pids),
         )
+
+
+def node_memory(node: str, version: str) -> tuple[int, int]:
+    """Bytes that a node's sandboxes take, and how many of them are the cache of files that are on disk, too."""
+    if version == "v1":
+        group = f"{ROOT}/memory/barchan/{node}"
+        used, names = _number(f"{group}/memory.usage_in_bytes"), ("total_active_file", "total_inactive_file")
+    else:
+        group = f"{ROOT}/barchan/{node}"
+        used, names = _number(f"{group}/memory.current"), ("active_file", "inactive_file")
+    return used, min(used, sum(_field(f"{group}/memory.stat", name) for name in names))
 
 
 @contextmanager

@@ -22,6 +22,10 @@ class Resting:
     _counters: Counters
     _cutting: asyncio.Lock
 
+    def host_kills(self) -> int:
+        """See `Handle.host_kills`."""
+        return self._counters.host_kills()
+
     async def freeze(self) -> None:
         """See `Handle.freeze`. The init's own timers stand still first, the guest next."""
         async with self._cutting:
