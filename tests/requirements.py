@@ -1,6 +1,7 @@
 """What a test may require of its host: name -> probe that answers "" or what is missing and how to get it."""
 
 import ctypes
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -54,8 +55,17 @@ def _slirp4netns() -> str:
     return "" if Path("/dev/net/tun").exists() else "no /dev/net/tun"
 
 
+def _zram() -> str:
+    return "" if Path("/sys/class/zram-control/hot_add").exists() else "no zram (modprobe zram)"
+
+
 def _fuse() -> str:
     return "" if Path("/dev/fuse").exists() else "no /dev/fuse (modprobe fuse)"
+
+
+def _moto() -> str:
+    found = all(importlib.util.find_spec(name) for name in ("moto", "flask", "flask_cors"))
+    return "" if found else "no moto (pip install -e '.[stores]')"
 
 
 def _criu() -> str:
@@ -93,8 +103,11 @@ PROBES: dict[str, Callable[[], str]] = {
     "slirp4netns": _tool("slirp4netns", "slirp4netns"),
     "ip": _tool("ip", "iproute2"),
     "fuse": _fuse,
+    "zram": _zram,
+    "mkswap": _tool("mkswap", "util-linux"),
     "nginx": _tool("nginx", "nginx-light"),
     "criu": _criu,
+    "moto": _moto,
 }
 
 
