@@ -3,19 +3,23 @@
  * - Limits of a guest's process are read from /proc where asking for them needs a real CAP_SYS_RESOURCE (userns.c has why).
  * - Since Linux 6.16 only unix sockets have SO_PASSCRED and SO_PASSSEC; CRIU 4.1 asks every socket.
  * - A process in a user namespace may not make a userfaultfd; CRIU's helper outside it makes one for it, from the device.
+ * - Nor may it put a TCP connection together again, since its network is the host's: that helper begins, and the end is made here.
  * - A restored user namespace is owned by an id of its slot, as that of a launched sandbox is.
  * - The init's socket lies in a mount that is read-only except while CRIU makes the socket.
  * - When everything is restored and the first process is about to be let go, each process is put into its cgroup, the guest's
  *   being frozen by then, and the supervisor is told which one is the init.
  *
- * Linked with nothing, so that it loads beside the C library of any release. The last three are for a restore alone, which the
+ * Linked with nothing, so that it loads beside the C library of any release. All but the first two are for a restore alone, which the
  * supervisor marks by BARCHAN_RESTORE (supervisor/memory.c). */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/sched.h>
 #include <linux/securebits.h>
 #include <linux/userfaultfd.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -25,6 +29,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
@@ -50,6 +55,7 @@ extern int __userns_call(const char *name, int (*call)(void *, int, pid_t), int 
 	__attribute__((weak));
 
 static bool placed;
+static volatile int *has_repaired; /* shared by CRIU's processes: some connection was put together */
 static char writable[sizeof(((struct sockaddr_un *)0)->sun_path)]; /* the directory that the init's socket was bound in */
 
 static long kernel(long number, long a, long b, long c, long d, long e, long f)
@@ -225,6 +231,59 @@ EXPORT long syscall(long number, ...)
 	return answer(result);
 }
 
+/* --- TCP connections ---------------------------------------------------------------------------------------------- */
+
+static int begin_repair(void *argument, int fd, pid_t pid)
+{
+	(void)pid;
+	*has_repaired = 1;
+	return (int)kernel(SYS_setsockopt, fd, IPPROTO_TCP, TCP_REPAIR, (long)argument, sizeof(int), 0);
+}
+
+EXPORT int setsockopt(int fd, int level, int name, const void *value, socklen_t length)
+{
+	long result = kernel(SYS_setsockopt, fd, level, name, (long)value, length, 0);
+
+	if (result == -EPERM && level == IPPROTO_TCP && name == TCP_REPAIR && length == sizeof(int) && has_repaired && __userns_call)
+		result = __userns_call("repair", begin_repair, 0, (void *)value, length, fd);
+	return (int)answer(result);
+}
+
+/* CRIU's last try to end the repair is made inside, in vain, and not taken for a failure. */
+static int end_repair_of(int pid_fd, int number)
+{
+	int on = 0, off = 0, fd = (int)kernel(SYS_pidfd_getfd, pid_fd, number, 0, 0, 0, 0);
+	socklen_t length = sizeof(on);
+	long result = 0;
+
+	if (fd < 0)
+		return errno = -fd, -1;
+	if (kernel(SYS_getsockopt, fd, IPPROTO_TCP, TCP_REPAIR, (long)&on, (long)&length, 0) == 0 && on)
+		result = kernel(SYS_setsockopt, fd, IPPROTO_TCP, TCP_REPAIR, (long)&off, sizeof(off), 0);
+	close(fd);
+	return (int)answer(result);
+}
+
+static int end_repairs(const char *pid)
+{
+	char path[32], target[16];
+	struct dirent *entry;
+	int result = 0, pid_fd = (int)kernel(SYS_pidfd_open, atol(pid), 0, 0, 0, 0, 0);
+
+	snprintf(path, sizeof(path), "/proc/%s/fd", pid);
+	DIR *dir = pid_fd < 0 ? NULL : opendir(path);
+	while (dir && result == 0 && (entry = readdir(dir)))
+		if (readlinkat(dirfd(dir), entry->d_name, target, sizeof(target)) > 7 && strncmp(target, "socket:", 7) == 0)
+			result = end_repair_of(pid_fd, atoi(entry->d_name));
+	int error = errno;
+	if (dir)
+		closedir(dir);
+	if (pid_fd >= 0)
+		close(pid_fd);
+	errno = error;
+	return dir ? result : -1;
+}
+
 /* --- the init's socket --------------------------------------------------------------------------------------------- */
 
 static long change_mount(const char *directory, uint64_t set, uint64_t clear)
@@ -332,7 +391,7 @@ static int place_all(void)
 	while ((pid = strsep(&rest, "\n")) && *pid) {
 		if (pid_inside(pid) == 1)
 			snprintf(init, sizeof(init), "%s", pid);
-		if (place_one(pid, places) < 0)
+		if (place_one(pid, places) < 0 || (*has_repaired && pid_inside(pid) > 0 && end_repairs(pid) < 0))
 			return -1;
 	}
 	/* Stopped by CRIU until now, and by this from here on. */
@@ -385,8 +444,13 @@ EXPORT long ptrace(enum __ptrace_request request, ...)
 }
 
 /* What the supervisor handed over is for this program alone, not for the tar that it runs. */
-__attribute__((constructor)) static void keep_descriptors(void)
+__attribute__((constructor)) static void begin(void)
 {
-	for (int fd = RESTORE_STATUS_FD; restore_owner() >= 0 && fd < RESTORE_FILES_FD; fd++)
+	if (restore_owner() < 0)
+		return;
+	for (int fd = RESTORE_STATUS_FD; fd < RESTORE_FILES_FD; fd++)
 		fcntl(fd, F_SETFD, FD_CLOEXEC);
+	has_repaired = mmap(NULL, sizeof(*has_repaired), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	if (has_repaired == MAP_FAILED)
+		abort();
 }

@@ -44,9 +44,9 @@ EXPECTED = {
     "barchan-pack",
     "mkfs.btrfs",
     "python",
-    "fsck.erofs",
     "mmdebstrap",
     "slirp4netns",
+    "criu",
     "open files",
 }
 

@@ -18,7 +18,10 @@ REASON_CHARS_MAX = 300
 # CRIU's words -> what the guest holds. The first of its errors that one of these finds decides.
 REASONS: tuple[tuple[str, str], ...] = (
     (r"ctty inheritance", "a program has /dev/tty open"),
-    (r"mqueue", "a program has a POSIX message queue open"),
+    (
+        r"mqueue|Can't lookup mount",
+        "a program has a POSIX message queue open, or a file outside the sandbox's own mounts",
+    ),
     (r"traced|PTRACE_SEIZE|Unable to (seize|interrupt)", "a program traces another"),
     (r"inotify|fsnotify|fanotify|irmap", "a program watches files (inotify or fanotify)"),
     (r"In-flight connection", "a connection has come in that its server has not accepted yet"),

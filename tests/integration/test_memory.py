@@ -1,0 +1,249 @@
+"""Processes and memory of real sandboxes into a directory and back, by the container backend alone."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from barchan.backends.container.backend import ContainerHandle
+from barchan.errors import BootFailed, InitDied, NotSnapshotable, SnapshotCorrupt
+from barchan.wire import guest as wire
+from tests.integration.memory_lab import Lab, Talker
+
+pytestmark = pytest.mark.requires("root", "cgroup", "userns", "mkfs.btrfs", "criu")
+PTY = wire.StartFlag.PTY | wire.StartFlag.STDIN
+STATUS = 'status("Seccomp", "NoNewPrivs", "CapBnd", "CapEff", "Uid")'
+
+
+@pytest_asyncio.fixture
+async def lab(images: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("lab"), images)
+    await lab.open()
+    yield lab
+    assert await lab.close() == []
+
+
+async def _look(handle: ContainerHandle, program: Talker) -> list[object]:
+    """What must be the same in a copy."""
+    wishes = ["os.getpid()", "called()", "connected()", "read_unlinked()", "dialled()", "asked()", "denied()", STATUS]
+    return [await program.ask(handle.guest, wish) for wish in wishes]
+
+
+async def test_every_kind_of_state_lives_on_in_two_copies(lab: Lab) -> None:
+    """Memory, thread, sockets, a TCP server and its open connection, unlinked files, a shell with a job and its
+    terminal, unread output, files, clocks and protections: in two sandboxes that come from one directory at once.
+    """
+    handle = await lab.create()
+    program = await lab.program(handle)
+    shell = await lab.start(handle, "shell", ["/bin/bash", "--norc", "-i"], PTY)
+    bulk = await lab.start(handle, "bulk", ["/bin/bash", "-c", "printf %300000s x; echo; sleep 1000"])
+    await shell.say(handle.guest, "value=41; echo kept > /tmp/file; sleep 900 & echo go$((1+1))\n")
+    await shell.reader.until(b"go2")
+    await bulk.reader.until(b"x\n")
+    assert await program.ask(handle.guest, "count()") == 1
+    seen = await _look(handle, program)
+    assert seen[1] == (b"over tcp", b"early")
+    seen[1] = (b"over tcp", b"late!")
+    await program.ask(handle.guest, 'served.sendall(b"late!")')
+    mounts = _mounts(handle.pid)
+    monotonic = await program.ask(handle.guest, "time.monotonic()")
+    listed = await handle.guest.listed()
+    memory = await lab.dump(handle, "first")
+    assert memory[1].processes == 4
+    began = time.monotonic()
+    copies = await asyncio.gather(*(lab.restore(f"sb_{i}", memory, cut="first") for i in (1, 2)))
+    assert copies[0].pid != copies[1].pid
+    for copy in copies:
+        assert await copy.guest.listed() == listed
+        again = await lab.again(copy, "program", program.mark)
+        assert await again.ask(copy.guest, "count()") == 2
+        assert await _look(copy, again) == seen
+        passed = await again.ask(copy.guest, "time.monotonic()") - monotonic
+        assert 0 < passed < time.monotonic() - began + 60
+        at_shell = await lab.again(copy, "shell", shell.mark)
+        await at_shell.say(copy.guest, "echo again$((value+1)); jobs; tty; echo end$((1))\n")
+        said = await at_shell.reader.until(b"end1")
+        assert all(word in said for word in (b"again42", b"Running", b"/dev/pts/")), said
+        spooled = await lab.again(copy, "bulk", (0, 0))
+        assert (await spooled.reader.until(b"x\n")).strip() == b"x"
+        assert await lab.run(copy, "cat /tmp/file; hostname; id -u", "fresh") == "kept\nbox\n1000\n"
+        assert _mounts(copy.pid) == mounts
+        assert 0 < copy.stats().memory_bytes < 200 << 20
+        assert copy.stats().pids >= 4
+        assert _own(copy.pid) == _own(copies[0].pid)
+        await copy.guest.signal(again.process, signal.SIGKILL, wire.Scope.ALL)
+        async with asyncio.timeout(10):
+            assert os.WTERMSIG((await again.process.ended).wstatus) == signal.SIGKILL
+
+
+def _mounts(pid: int) -> list[tuple[str, str, str]]:
+    """Point, options and type of each mount that a process sees, but for the options of the root's own file system."""
+    rows = [line.split(" - ") for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
+    return sorted((left.split()[4], left.split()[5], right.split()[0]) for left, right in rows)
+
+
+def _own(pid: int) -> tuple[str, int]:
+    """The init's place: its limits, and who owns its files in /proc."""
+    groups = [
+        line.split(":")[1] + line.rsplit("/", 1)[1] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    ]
+    return "".join(group for group in groups if "init" in group), os.stat(f"/proc/{pid}/oom_score_adj").st_uid
+
+
+async def test_ten_cycles_lose_nothing(lab: Lab) -> None:
+    """A sandbox that is stored and restored ten times, each time from the last: no write and no process is lost."""
+    handle = await lab.create()
+    program = await lab.program(handle)
+    for turn in range(10):
+        assert await program.ask(handle.guest, "count()") == turn + 1
+        await program.ask(handle.guest, f"open('/tmp/turns', 'a').write('{turn} ')")
+        memory = await lab.dump(handle, f"cut{turn}")
+        handle = await lab.restore(f"sb_{turn}", memory, cut=f"cut{turn}")
+        program = await lab.again(handle, "program", program.mark)
+    assert await lab.run(handle, "cat /tmp/turns", "turns") == "".join(f"{turn} " for turn in range(10))
+    assert await program.ask(handle.guest, "connected()") == b"through"
+
+
+async def test_a_kept_sandbox_goes_on(lab: Lab) -> None:
+    """It stays stopped until it is let go, its connection is there again, and its copy is another one."""
+    handle = await lab.create()
+    program = await lab.program(handle)
+    assert await program.ask(handle.guest, "count()") == 1
+    memory, mark = await lab.dump(handle, "kept", keep=True), program.mark
+    assert (await handle.guest.ping()) is not None
+    await program.say(handle.guest, "count()\n")
+    await asyncio.sleep(0.2)
+    assert program.reader.text == b""
+    await handle.thaw(0.2)
+    assert await program.reader.line() == "2\n"
+    copy = await lab.restore("sb_copy", memory, cut="kept")
+    again = await lab.again(copy, "program", mark)
+    assert await again.ask(copy.guest, "count()") == 2
+    assert await program.ask(handle.guest, "count()") == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("exec 9</dev/tty; sleep 1000", "/dev/tty"),
+        ("python3 -c 'import ctypes,time,os; l=ctypes.CDLL(None); l.inotify_add_watch(l.inotify_init(), b\"/tmp\", 2);"
+         " print(1,flush=True); time.sleep(1000)'", "watches files"),
+        ("python3 -c 'import ctypes,time; l=ctypes.CDLL(None); print(l.mq_open(b\"/q\", 66, 384, None), flush=True);"
+         " time.sleep(1000)'", "message queue"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_stored_is_named_and_unharmed(lab: Lab, script: str, reason: str) -> None:
+    """The error says what it is, nothing of the attempt is left, and every program goes on."""
+    handle = await lab.create()
+    holder = await lab.start(handle, "holder", ["/bin/bash", "-c", f"echo up; {script}"], PTY)
+    await holder.reader.until(b"up")
+    await asyncio.sleep(0.3)
+    program = await lab.program(handle)
+    assert await program.ask(handle.guest, "count()") == 1
+    with pytest.raises(NotSnapshotable, match=reason):
+        await lab.dump(handle, "refused")
+    assert not (lab.state_dir / "memory-refused").exists()
+    assert not [path for path in lab.cgroups() if path.name.endswith(".criu")]
+    await handle.thaw(0.1)
+    assert await program.ask(handle.guest, "count()") == 2
+    assert "holder" in {item.process_id for item in await handle.guest.listed() if not item.exited}
+
+
+async def test_limits_hold_in_a_restored_sandbox(lab: Lab) -> None:
+    """Memory, processes and disk are bounded as before, and an out-of-memory kill is counted."""
+    handle = await lab.create(memory_mib=64, pids_max=32, disk_mib=64)
+    program = await lab.program(handle)
+    await program.ask(handle.guest, "count()")
+    memory = await lab.dump(handle, "limits")
+    copy = await lab.restore("sb_copy", memory, cut="limits", memory_mib=64, pids_max=32, disk_mib=64)
+    again = await lab.again(copy, "program", program.mark)
+    assert await lab.run(copy, "dd if=/dev/zero of=/tmp/big bs=1M count=60 2>&1 | tail -1", "disk") != ""
+    assert "exceeded" in await lab.run(copy, "head -c 20M /dev/zero 2>&1 >/tmp/more; rm /tmp/big /tmp/more", "full")
+    assert 20 < await again.ask(copy.guest, "fork_all()") < 32
+    assert copy.oom_kills() == 0
+    await again.say(copy.guest, "bytearray(200 << 20)\n")
+    async with asyncio.timeout(20):
+        assert os.WTERMSIG((await again.process.ended).wstatus) == signal.SIGKILL
+    assert copy.oom_kills() >= 1
+    assert (await copy.guest.ping()) is not None
+
+
+async def test_what_copies_must_not_share_is_wiped(lab: Lab) -> None:
+    """Memory that the kernel would wipe in a child is zeros in a restored copy, and is still wiped in its children."""
+    handle = await lab.create()
+    program = await lab.program(handle)
+    await program.ask(handle.guest, "globals().__setitem__('area', wiped())")
+    assert await program.ask(handle.guest, "bytes(area[:4])") == b"seed"
+    memory = await lab.dump(handle, "wiped")
+    copy = await lab.restore("sb_copy", memory, cut="wiped")
+    again = await lab.again(copy, "program", program.mark)
+    assert await again.ask(copy.guest, "bytes(area[:4])") == bytes(4)
+    await again.ask(copy.guest, "area.__setitem__(slice(0, 4), b'next')")
+    in_child = "(lambda pid: os._exit(any(area[:4])) if pid == 0 else os.waitpid(pid, 0)[1])(os.fork())"
+    assert await again.ask(copy.guest, in_child) == 0
+    assert await again.ask(copy.guest, "bytes(area[:4])") == b"next"
+
+
+async def test_a_restore_that_fails_leaves_nothing(lab: Lab) -> None:
+    """A damaged image, a missing one, and one that CRIU is killed over: no sandbox, group, mount or process remains."""
+    handle = await lab.create()
+    program = await lab.program(handle)
+    await program.ask(handle.guest, "count()")
+    target, record = await lab.dump(handle, "whole")
+    image = next((target / "criu").glob("core-1.img"))
+    content = image.read_bytes()
+    image.write_bytes(content[:40])
+    with pytest.raises(BootFailed):
+        await lab.restore("sb_damaged", (target, record), cut="whole")
+    image.write_bytes(content)
+    restoring = asyncio.create_task(lab.restore("sb_killed", (target, record), cut="whole"))
+    await lab.kill_criu("sb_killed", b"--restore-detached")
+    with pytest.raises(BootFailed):
+        await restoring
+    for path in (target / "criu").glob("userns-*.img"):
+        path.rename(target / "userns")
+    with pytest.raises(SnapshotCorrupt):
+        await lab.restore("sb_missing", (target, record), cut="whole")
+    assert lab.cgroups() == []
+    assert await lab.backend.found() == []
+
+
+async def test_a_dump_whose_criu_is_killed_ends_the_sandbox(lab: Lab) -> None:
+    """What its processes are then nobody knows: it is lost, and says so, rather than going on."""
+    handle = await lab.create()
+    program = await lab.program(handle)
+    assert await program.ask(handle.guest, "count()") == 1
+    dump = asyncio.create_task(lab.dump(handle, "killed", keep=True))
+    await lab.kill_criu("sb_one.criu", b"--tree")
+    with pytest.raises(InitDied):
+        await dump
+    async with asyncio.timeout(20):
+        await handle.ended
+    assert not (lab.state_dir / "memory-killed").exists()
+
+
+async def test_a_proxy_is_there_again_and_an_open_connection_through_it_refuses(lab: Lab) -> None:
+    """A copy has a listener of its own; a connection that leaves the sandbox is named."""
+    handle = await lab.create(network="allow", allow_hosts=("example.org",))
+    program = await lab.program(handle)
+    assert handle.listener is not None
+    await program.ask(handle.guest, "globals().__setitem__('out', socket.create_connection(('127.0.0.1', 3128)))")
+    with pytest.raises(NotSnapshotable, match="the proxy"):
+        await lab.dump(handle, "refused")
+    await handle.thaw(0.0)
+    await program.ask(handle.guest, "out.close()")
+    handle.listener.setblocking(False)
+    loop = asyncio.get_running_loop()
+    (await loop.sock_accept(handle.listener))[0].close()
+    memory = await lab.dump(handle, "proxied")
+    copy = await lab.restore("sb_copy", memory, cut="proxied", network="allow", allow_hosts=("example.org",))
+    assert copy.listener is not None
+    copy.listener.setblocking(False)
+    again = await lab.again(copy, "program", program.mark)
+    await again.ask(copy.guest, "globals().__setitem__('out', socket.create_connection(('127.0.0.1', 3128)))")
+    (await loop.sock_accept(copy.listener))[0].close()
