@@ -27,6 +27,7 @@ from barchan.node.late_memory import unpacked
 from barchan.node.live import Live
 from barchan.node.network import Network
 from barchan.node.rest import Stored
+from barchan.snapshot.pager.source import LATE_BYTES_MIN
 
 if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
@@ -121,6 +122,8 @@ async def store(sandboxes: "Sandboxes", live: Live, check: Callable[[], None]) -
         frozen_s=frozen_s,
         memory_bytes=live.rest.memory_bytes,
     )
+    if stored.memory_bytes >= LATE_BYTES_MIN:
+        sandboxes.tasks.spawn(backend.pager.start())  # its way back will want it, and should not wait for its start
     await finished(_put_down(sandboxes, live, storing, stored))
 
 

@@ -25,6 +25,8 @@ from barchan.wire import supervisor as wire
 VERSION = 1
 START_TIMEOUT_S = 60.0
 LAST_WAIT_S = 20.0
+_DEVICE = Path("/dev/userfaultfd")
+_UNPRIVILEGED = Path("/proc/sys/vm/unprivileged_userfaultfd")
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -80,8 +82,10 @@ class Pager:
         Raises:
             SnapshotCorrupt, NotFound: The snapshot can't be used.
             CapacityError: Too much is being restored. ConnectionLost: Pagers die one after the other.
-            RequirementMissing: The pager can't be started.
+            RequirementMissing: The pager can't be started, or the kernel lacks what it needs.
         """
+        if not _has_userfaultfd():
+            raise RequirementMissing(f"memory on demand needs {_DEVICE} (Linux 6.1), or vm.unprivileged_userfaultfd=1")
         keys = {"id": sandbox_id, "snapshot": snapshot_id, "group": os.path.dirname(self._guest_of(sandbox_id))}
         client = await self._connected()
         try:
@@ -251,6 +255,11 @@ class Pager:
         if not link.placed.done():
             link.placed.set_exception(error)
             link.placed.exception()  # somebody may wait for it, or nobody
+
+
+def _has_userfaultfd() -> bool:
+    """Whether CRIU can make one for a sandbox's process: through the device, or the process itself may."""
+    return _DEVICE.exists() or (_UNPRIVILEGED.exists() and _UNPRIVILEGED.read_text().strip() == "1")
 
 
 def _error(message: wire.Message) -> BarchanError:
