@@ -108,35 +108,22 @@ async def test_an_exec_that_is_paused_goes_on_with_what_was_left_of_its_time(cli
     """Deadlines of the node stand still, and so does the wall time of the result."""
     sandbox = await client.create("debian")
     program = "i=0; while [ $i -lt 20 ]; do sleep 0.05; i=$((i+1)); done; echo done"
-    running = asyncio.create_task(sandbox.exec(program, timeout_s=5))
+    running = asyncio.create_task(sandbox.exec(program, timeout_s=3))
     await asyncio.sleep(0.3)
     await sandbox.pause()
-    await asyncio.sleep(6)
+    await asyncio.sleep(3.2)
     assert not running.done()
     await sandbox.resume()
     result = await running
     assert (result.timed_out, result.text) == (False, "done\n")
-    assert result.usage.wall_s < 5
-
-
-async def test_backstops_stand_still(client: barchan.AsyncClient) -> None:
-    """The init's own timer, which kills what outlives its deadline by five seconds, does not run out in a pause."""
-    sandbox = await client.create("debian")
-    process = await sandbox.start("cat", timeout_s=1)
-    await asyncio.sleep(0.1)
-    await sandbox.pause()
-    await asyncio.sleep(7)
-    await sandbox.resume()
-    assert (await process.info()).running
-    info = await process.wait(timeout_s=10)
-    assert info.timed_out
+    assert result.usage.wall_s < 3
 
 
 async def test_a_ttl_stands_still(client: barchan.AsyncClient) -> None:
     """Time asleep is no part of a sandbox's life; the rest of its life is as long as it would have been."""
-    sandbox = await client.create("debian", ttl_s=2)
+    sandbox = await client.create("debian", ttl_s=1)
     await sandbox.pause()
-    await asyncio.sleep(3)
+    await asyncio.sleep(1.2)
     assert (await sandbox.info()).phase == "paused"
     assert (await sandbox.exec("echo on")).text == "on\n"
     async with asyncio.timeout(10):

@@ -56,6 +56,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         user: Default user of execs: `NAME`, `UID` or either with `:GROUP`; `root` is the guest's.
         root: `plain`: guest root has no power over other users' files. `capable`: it has, and may become them, as
             installers need it; what that costs is in docs/threat-model.md.
+        setup: A shell script that the sandbox's user runs in it before the create returns; if it fails, so does the create.
+            Forks of the sandbox don't run it again.
         create_id: Repeating a create with the same id gives the same sandbox.
         detach: The sandbox outlives its creator and ends by `ttl_s`, `idle_timeout_s` or kill.
         zygote: The sandbox has a warm interpreter, for `python()`, that shares the memory of what it has imported with
@@ -82,6 +84,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     root: Root = "plain"
     workdir: str | None = None
     hostname: Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,63}$")] = "sandbox"
+    setup: Annotated[str, Meta(min_length=1, max_length=1 << 20)] | None = None
+    setup_timeout_s: Seconds = 100.0
     create_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     lease_id: str | None = None
     detach: bool = False
@@ -95,7 +99,7 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
     Attributes:
         tier: How far down it is; phase `paused` is `paused` or `paged_out`.
         memory_freed_bytes: What it takes less than when it was last running.
-        stays_paused: Why it could not be hibernated; empty: nobody tried, or it could.
+        stays_paused: Why it is not as far down as it was asked to be; empty: it is.
     """
 
     sandbox_id: str

@@ -89,7 +89,7 @@ class Policy:
             waited_s=waited_s,
             memory_bytes=memory_bytes,
             remaining_s=self._sandboxes.tiers.waits(live).remaining_s(waited_s),
-            can_hibernate=not rest.refused and self._sandboxes.can_hibernate(live),
+            can_hibernate=rest.can_be_stored and self._sandboxes.can_hibernate(live),
         )
 
     def _programs(self, live: Live, now: float) -> tuple[bool, bool]:

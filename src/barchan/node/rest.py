@@ -40,7 +40,8 @@ class Rest:
         self.frozen_at = 0.0
         self.freed_bytes = 0
         self.memory_bytes = 0  # when it was last looked at, asleep
-        self.refused = ""  # why it could not be hibernated since it was last awake
+        self.refused = ""  # why it is not as far down as it was asked to be
+        self.can_be_stored = True  # nobody has found out otherwise since it was last awake
         self.stored: Stored | None = None
         self.own_layers = 0  # of its template: what it had written when it was hibernated
         self.images: set[str] = set()  # that keep those

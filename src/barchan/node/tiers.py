@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from barchan.core.hibernation import Waits
 from barchan.core.lifecycle import Fact, next_phase
-from barchan.errors import BackendError, BarchanError, CapacityError, Conflict, NotSnapshotable
+from barchan.errors import BackendError, BarchanError, CapacityError, Conflict, NotSnapshotable, RequirementMissing
 from barchan.model.tiers import Tier, TierChange
 from barchan.node import hibernate
+from barchan.node.density import pressure
 from barchan.node.live import Live
 from barchan.node.turns import FIRST, LAST, Queue, Turns
 
@@ -129,7 +130,8 @@ class Tiers:
             return
         live.phase = next_phase(live.phase, Fact.THAWED)
         live.rest.tier = "running"
-        live.rest.freed_bytes, live.rest.refused, live.rest.is_asked = 0, "", False
+        live.rest.freed_bytes, live.rest.is_asked = 0, False
+        live.rest.refused, live.rest.can_be_stored = "", True
         live.rest.look_at = 0.0
         live.clock.go_on()
         live.rest.woken.set()
@@ -169,6 +171,8 @@ class Tiers:
             await self.to(live, tier, is_asked=is_asked)
         except (BarchanError, OSError) as error:
             refused = str(error)
+        if not refused and DEPTH[live.rest.tier] < DEPTH[tier]:
+            refused = live.rest.refused
         return TierChange(
             sandbox_id=live.sandbox_id,
             tier=live.rest.tier,
@@ -226,14 +230,17 @@ class Tiers:
     async def _page_out(self, live: Live) -> None:
         live.rest.freed_bytes += await live.handle.page_out()
         live.rest.memory_bytes = live.handle.stats().memory_bytes
-        live.rest.tier = "paged_out"
+        if pressure().swap_free_mib:
+            live.rest.tier = "paged_out"
+        else:
+            live.rest.refused = "this host has no swap, so only its page cache was given away"
 
     async def _hibernate(self, live: Live) -> None:
         try:
             await hibernate.store(self._sandboxes, live, lambda: self._check_wanted(live))
-        except NotSnapshotable as error:
-            live.rest.refused = str(error)
-            raise NotSnapshotable(f"it stays paused: {error}", **error.details) from error
+        except (NotSnapshotable, RequirementMissing) as error:
+            live.rest.refused, live.rest.can_be_stored = str(error), False
+            raise type(error)(f"it stays paused: {error}", **error.details) from error
         except OSError as error:
             raise CapacityError(f"it stays paused: the disk takes no more: {error}", retry_after_ms=1000) from error
 
