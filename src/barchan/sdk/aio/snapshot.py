@@ -118,5 +118,12 @@ def spec_of(snapshot: SnapshotFacts) -> SandboxSpec:
     if snapshot.kind == "fs":
         return SandboxSpec(template=snapshot.id)
     return replace(
-        snapshot.info.spec, template=snapshot.id, layers=(), labels={}, create_id=None, lease_id=None, detach=False
+        snapshot.info.spec,
+        template=snapshot.id,
+        layers=(),
+        labels={},
+        setup=None,
+        create_id=None,
+        lease_id=None,
+        detach=False,
     )
