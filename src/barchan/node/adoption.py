@@ -84,7 +84,7 @@ async def _take_in(sandboxes: "Sandboxes", live: Live, row: Row) -> None:
     live.create_ms = row.create_ms
     sandboxes.live[live.sandbox_id] = live
     template = live.template if live.rest.stored is None else live.rest.stored.template
-    await sandboxes.holds.hold(live.sandbox_id, template)
+    await sandboxes.holds.hold(live.sandbox_id, template, is_stored=live.rest.stored is not None)
     if row.spec.create_id:
         sandboxes.by_create[row.spec.create_id] = live
     live.booted.set_result(None)

@@ -185,6 +185,7 @@ async def _let_go(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
     live.template = replace(live.template, layers=stored.template.layers, size_bytes=stored.template.size_bytes)
     live.rest.own_layers, live.rest.stored = stored.own_layers, None
     sandboxes.tiers.stored -= 1
+    sandboxes.holds.woke(live.sandbox_id)
     sandboxes.journal.wake(live.sandbox_id, live.template, stored.own_layers)
     live.phase = "paused"
     await live.handle.thaw(stored.frozen_s)
@@ -195,7 +196,7 @@ async def _let_go(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
 async def _hold(sandboxes: "Sandboxes", live: Live, template: Template) -> None:
     """Its layers stay, those it had before as well as the new ones."""
     sandboxes.holds.release(live.sandbox_id)
-    await sandboxes.holds.hold(live.sandbox_id, template)
+    await sandboxes.holds.hold(live.sandbox_id, template, is_stored=True)
 
 
 async def remove(sandboxes: "Sandboxes", live: Live) -> None:

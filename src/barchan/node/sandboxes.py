@@ -70,7 +70,7 @@ class Sandboxes:
         self.templates = NodeImages(self.images, store_url)
         self.journal = Journal(state_dir / JOURNAL)
         self.node_id = self.journal.meta("node_id", f"node_{secrets.token_hex(4)}")
-        self.holds = Holds(self.images, self.node_id)
+        self.holds = Holds(self.images, self.node_id, state_dir / JOURNAL)
         self.admission = Admission(limits, state_dir, partial(awake_mib, self))
         self.shelf = Shelf(state_dir / FOLDER)
         self.forks = Forks(self, state_dir / memories.FOLDER)

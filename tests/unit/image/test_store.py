@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
+from barchan.image import holds
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.template import Layer, Template, TemplateConfig
 from barchan.model.gc import GcRequest
@@ -266,8 +267,8 @@ def test_nothing_is_remembered_of_what_is_gone(tmp_path: Path) -> None:
     assert len(store._sizes) <= 1
 
 
-def test_layers_that_a_living_process_holds_stay(tmp_path: Path) -> None:
-    """Whoever removes or replaces their image; they go once they are let go of, or their holder is no more."""
+def test_layers_that_a_living_process_holds_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever removes or replaces their image; they go once they are let go of, or their holder is no more for long."""
     store, other = ImageStore(tmp_path), ImageStore(tmp_path)
     kept = [commit(store, f"image-{number}", b"%d" % number).layers[0] for number in range(3)]
     holder = store.hold_as("node")
@@ -284,10 +285,40 @@ def test_layers_that_a_living_process_holds_stay(tmp_path: Path) -> None:
     assert [store.layer_path(layer).exists() for layer in kept] == [False, True, True]
     over(other, "image-3", b"top", kept[1:2])
     holder.close()
+    for _ in range(2):  # the next one of that name may be on its way
+        assert other.settle()
+        assert [store.layer_path(layer).exists() for layer in kept] == [False, True, True]
+    again = store.hold_as("node")
+    assert again.noted == {layer.digest for layer in kept[1:]}
+    again.close()
+    assert other.settle()
+    monkeypatch.setattr(holds, "EXPIRY_S", 0.0)
     assert other.settle()
     assert [store.layer_path(layer).exists() for layer in kept] == [False, True, False]
     assert not store.settle()
     assert list((tmp_path / "live").iterdir()) == []
+
+
+def test_what_sandboxes_on_disk_need_waits_as_long_as_their_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody need be there for them; without the journal nobody knows them any more."""
+    monkeypatch.setattr(holds, "EXPIRY_S", 0.0)
+    store, journal = ImageStore(tmp_path / "images"), tmp_path / "journal"
+    journal.touch()
+    (layer,) = commit(store, "x").layers
+    holder = store.hold_as("node")
+    holder.note(layer.digest)
+    holder.tell_stored(journal)
+    holder.close()
+    store.remove("x")
+    for _ in range(2):
+        store.collect(GcRequest())
+        assert store.layer_path(layer).exists()
+    journal.unlink()
+    for _ in range(2):
+        store.collect(GcRequest())
+    assert not store.layer_path(layer).exists()
 
 
 def test_a_template_of_a_newer_format_is_refused(tmp_path: Path) -> None:
