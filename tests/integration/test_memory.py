@@ -1,8 +1,10 @@
 """Processes and memory of real sandboxes into a directory and back, by the container backend alone."""
 
 import asyncio
+import fcntl
 import os
 import signal
+import struct
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from barchan.wire import guest as wire
 from tests.integration.memory_lab import Lab, Talker
 
 pytestmark = pytest.mark.requires("root", "cgroup", "userns", "mkfs.btrfs", "criu")
+NS_GET_OWNER_UID = 0xB704
 PTY = wire.StartFlag.PTY | wire.StartFlag.STDIN
 STATUS = 'status("Seccomp", "NoNewPrivs", "CapBnd", "CapEff", "Uid")'
 
@@ -50,7 +53,8 @@ async def test_every_kind_of_state_lives_on_in_two_copies(lab: Lab) -> None:
     assert seen[1] == (b"over tcp", b"early")
     seen[1] = (b"over tcp", b"late!")
     await program.ask(handle.guest, 'served.sendall(b"late!")')
-    mounts = _mounts(handle.pid)
+    mounts, protection = _mounts(handle.pid), _protection(handle.pid)
+    assert protection[:2] == (0, True)
     monotonic = await program.ask(handle.guest, "time.monotonic()")
     listed = await handle.guest.listed()
     memory = await lab.dump(handle, "first")
@@ -75,7 +79,7 @@ async def test_every_kind_of_state_lives_on_in_two_copies(lab: Lab) -> None:
         assert _mounts(copy.pid) == mounts
         assert 0 < copy.stats().memory_bytes < 200 << 20
         assert copy.stats().pids >= 4
-        assert _own(copy.pid) == _own(copies[0].pid)
+        assert _protection(copy.pid) == protection
         await copy.guest.signal(again.process, signal.SIGKILL, wire.Scope.ALL)
         async with asyncio.timeout(10):
             assert os.WTERMSIG((await again.process.ended).wstatus) == signal.SIGKILL
@@ -87,12 +91,18 @@ def _mounts(pid: int) -> list[tuple[str, str, str]]:
     return sorted((left.split()[4], left.split()[5], right.split()[0]) for left, right in rows)
 
 
-def _own(pid: int) -> tuple[str, int]:
-    """The init's place: its limits, and who owns its files in /proc."""
-    groups = [
-        line.split(":")[1] + line.rsplit("/", 1)[1] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    ]
-    return "".join(group for group in groups if "init" in group), os.stat(f"/proc/{pid}/oom_score_adj").st_uid
+def _protection(pid: int) -> tuple[int, bool, list[str]]:
+    """Of an init: who owns its files in /proc, whether an id of its sandbox owns its user namespace, its groups."""
+    uid_base = int(Path(f"/proc/{pid}/uid_map").read_text().split()[1])
+    owner = bytearray(4)
+    with open(f"/proc/{pid}/ns/user") as namespace:
+        fcntl.ioctl(namespace, NS_GET_OWNER_UID, owner)
+    groups = [line.rpartition("/")[2] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    return (
+        os.stat(f"/proc/{pid}/oom_score_adj").st_uid,
+        struct.unpack("I", owner) == (uid_base,),
+        [group for group in groups if not group.startswith("sb_")],
+    )
 
 
 async def test_ten_cycles_lose_nothing(lab: Lab) -> None:

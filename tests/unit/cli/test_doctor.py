@@ -75,13 +75,13 @@ def test_the_table_names_each_requirement_and_its_remedy(
     good = Requirement(name="good", ok=True, needed_for="container", found="there")
     bad = Requirement(name="bad", ok=False, needed_for="container", found="not there", remedy="install it")
     optional = Requirement(name="extra", ok=False, needed_for="image build", found="no", remedy="apt-get install extra")
-    monkeypatch.setattr("barchan.cli.doctor.requirements", lambda: [good, bad, optional])
+    monkeypatch.setattr("barchan.cli.doctor.requirements", lambda state_dir: [good, bad, optional])
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:4]] == [["good", "yes"], ["bad", "no"], ["extra", "no"]]
     assert "install it" in lines[2]
     assert lines[-1] == "The container backend can't run here: bad."
-    monkeypatch.setattr("barchan.cli.doctor.requirements", lambda: [good, optional])
+    monkeypatch.setattr("barchan.cli.doctor.requirements", lambda state_dir: [good, optional])
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "The container backend can run here."
 

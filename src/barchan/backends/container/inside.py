@@ -155,6 +155,8 @@ def _clocks(pid: int) -> tuple[int, int]:
 def outside_connections(pid: int, network: str) -> list[str]:
     """Peers of the container's TCP connections that leave it: through the proxy, or to another address than its own."""
     found: list[str] = []
+    if network == "none":
+        return found  # there is nowhere to go; and to read what follows takes the kernel 3 ms
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with suppress(FileNotFoundError):  # no IPv6 in this kernel
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
