@@ -33,8 +33,20 @@ async def cutter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     await cutter.close()
 
 
+class At(cgroup.Counters):
+    """Counters whose files lie in a directory of the test's own."""
+
+    def __init__(self, group: Path) -> None:
+        super().__init__("node", "sb", "v2")
+        self._group = str(group)
+
+    @property
+    def guest(self) -> str:
+        return self._group
+
+
 async def pack(cutter: cut.Cutter, guest: Path, target: Path, sandbox_id: str = "sb") -> None:
-    await cutter.pack(sandbox_id, str(guest), asyncio.Lock(), target, 1 << 20)
+    await cutter.pack(sandbox_id, At(guest), asyncio.Lock(), target, 1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +72,38 @@ async def test_a_failed_snapshot_lets_the_guest_go_on(
         await pack(cutter, guest, tmp_path / "image")
     assert seen == ["1"]
     assert (guest / "cgroup.freeze").read_text() == "0"
+
+
+@pytest.mark.parametrize("dirty", [0, cut.FLUSH_BYTES - 1, cut.FLUSH_BYTES])
+async def test_much_unwritten_data_is_written_before_the_guest_is_stopped(
+    cutter: cut.Cutter, guest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dirty: int
+) -> None:
+    """By a first snapshot, which is dropped; the cut itself is always made of a guest that stands still."""
+    (guest / "memory.stat").write_text(f"anon 5\nfile_dirty {dirty}\n")
+    seen: list[str] = []
+
+    def make(source: int, directory: int, name: str) -> None:
+        seen.append((guest / "cgroup.freeze").read_text()[:1])
+        os.mkdir(name, dir_fd=directory)
+
+    monkeypatch.setattr(cut, "make_snapshot", make)
+    await cutter.cut("sb", At(guest), asyncio.Lock(), "kept")
+    assert seen == (["0", "1"] if dirty == cut.FLUSH_BYTES else ["1"])
+    assert os.listdir(tmp_path / "cut") == ["kept"]
+    assert (guest / "cgroup.freeze").read_text() == "0"
+    await cutter.remove("kept")
+    await cutter.remove("kept")
+    assert os.listdir(tmp_path / "cut") == []
+
+
+async def test_a_guest_that_was_stopped_before_stays_so(
+    cutter: cut.Cutter, guest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stopped it lets it go on."""
+    (guest / "cgroup.freeze").write_text("1\n")
+    monkeypatch.setattr(cut, "make_snapshot", lambda source, directory, name: os.mkdir(name, dir_fd=directory))
+    await cutter.cut("sb", At(guest), asyncio.Lock(), "kept")
+    assert (guest / "cgroup.freeze").read_text().startswith("1")
 
 
 async def test_a_guest_that_does_not_stop_is_let_go(
