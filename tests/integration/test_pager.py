@@ -292,3 +292,14 @@ async def test_the_keeper_ends_a_sandbox_alone(node: Node) -> None:
     await asyncio.gather(asking, return_exceptions=True)
     assert node.failed == []
     assert not node.dumped.was_wrong()
+
+
+async def test_a_pager_that_hangs_is_killed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that wait for it do not wait for ever."""
+    monkeypatch.setattr("barchan.backends.container.pager.LOOK_S", 0.05)
+    monkeypatch.setattr("barchan.backends.container.pager.ANSWER_S", 0.3)
+    link = await node.restore_and_stop_pager()
+    with pytest.raises(BackendError, match="the pager died"):
+        await link.complete()
+    assert [sandbox_id for sandbox_id, _ in node.failed] == ["sb_1"]
+    await node.dumped.gone()

@@ -7,6 +7,7 @@ the node, which records why, and by the pager's keeper, whatever the node does. 
 import asyncio
 import os
 import select
+import signal
 import socket
 import struct
 import sys
@@ -25,6 +26,10 @@ from barchan.wire import supervisor as wire
 VERSION = 1
 START_TIMEOUT_S = 60.0
 LAST_WAIT_S = 20.0
+LOOK_S = 5.0
+"""How often a pager that has work is asked whether it still does it."""
+ANSWER_S = 30.0
+"""One that does not answer for so long is killed: sandboxes may be waiting for it."""
 _DEVICE = Path("/dev/userfaultfd")
 _UNPRIVILEGED = Path("/proc/sys/vm/unprivileged_userfaultfd")
 _CREDENTIALS = struct.Struct("iII")
@@ -53,6 +58,7 @@ class Pager:
         self._pidfd = -1
         self._connecting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.Task[None] | None = None
 
     def adopted(self) -> None:
         """Take over the pager of a node before this one, and the sandboxes that it serves; none is started."""
@@ -116,7 +122,24 @@ class Pager:
 
     def _new_link(self, sandbox_id: str, directory: Path) -> PagerLink:
         link = self._links[sandbox_id] = PagerLink(sandbox_id, directory, lambda: self._drop(sandbox_id))
+        if self._looking is None or self._looking.done():
+            self._looking = self._spawn_task(self._look())
         return link
+
+    async def _look(self) -> None:
+        """As long as it has work."""
+        while self._links:
+            await asyncio.sleep(LOOK_S)
+            client, pidfd = self._client, self._pidfd
+            if client is None:
+                return
+            try:
+                (await client.request("status", timeout_s=ANSWER_S)).close()
+            except ConnectionLost:
+                return
+            except BackendError:
+                if client is self._client:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     async def _drop(self, sandbox_id: str) -> None:
         if sandbox_id in self._links:
@@ -237,10 +260,11 @@ class Pager:
         self._tell(sandbox_id, message.get("cause"))
         self._spawn_task(self._acknowledge(sandbox_id))
 
-    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _tell(self, sandbox_id: str, cause: str) -> None:
         """First nothing of the sandbox may run again, then it is said why."""
