@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from cyclopts import Parameter
+from msgspec.structs import replace
 
 import barchan
 from barchan.cli.common import DEFAULTS, FAILED, OK, Common, human_bytes, key_values, one_line, print_error, print_json
 from barchan.cli.run import Words
-from barchan.errors import InvalidSpec
+from barchan.errors import BarchanError, InvalidSpec
 from barchan.model.tiers import TierChange
 
 All = Annotated[bool, Parameter(name="--all")]
@@ -42,7 +43,9 @@ def pause(
         return _tell(many(labels=labels, sandbox_ids=sandboxes), as_json=common.json)
 
 
-def hibernate(*sandboxes: str, label: Words = (), all_: All = False, common: Common = DEFAULTS) -> int:
+def hibernate(
+    *sandboxes: str, label: Words = (), all_: All = False, push: bool = False, common: Common = DEFAULTS
+) -> int:
     """Put sandboxes on disk with their processes and memory; any request brings them back.
 
     One that holds what can't be stored, as a connection to the outside, stays paused.
@@ -50,19 +53,34 @@ def hibernate(*sandboxes: str, label: Words = (), all_: All = False, common: Com
     For example:
 
         barchan hibernate sb_x1
-        barchan hibernate --all
+        barchan hibernate --all --push
 
     Args:
         sandboxes: Their ids.
         label: KEY=VALUE: those that have it; may be repeated, then all must match.
         all_: Every sandbox of the node.
+        push: Send them to the node's blob store, too, from where another node may take them (barchan resume --adopt).
     """
     with barchan.connect(**common.connection) as client:
         labels = _labels(sandboxes, label, all_=all_)
-        return _tell(client.hibernate_many(labels=labels, sandbox_ids=sandboxes), as_json=common.json)
+        changes = client.hibernate_many(labels=labels, sandbox_ids=sandboxes)
+        return _tell(_pushed(client, changes) if push else changes, as_json=common.json)
 
 
-def resume(*sandboxes: str, label: Words = (), all_: All = False, common: Common = DEFAULTS) -> int:
+def _pushed(client: barchan.Client, changes: Iterator[TierChange]) -> Iterator[TierChange]:
+    """Each of them sent to the store, or told why not."""
+    for change in changes:
+        if not change.refused:
+            try:
+                client.attach(change.sandbox_id).push()
+            except BarchanError as error:
+                change = replace(change, refused=str(error))
+        yield change
+
+
+def resume(
+    *sandboxes: str, label: Words = (), all_: All = False, adopt: bool = False, common: Common = DEFAULTS
+) -> int:
     """Wake sandboxes. Nobody has to: any request does.
 
     For example:
@@ -74,9 +92,14 @@ def resume(*sandboxes: str, label: Words = (), all_: All = False, common: Common
         sandboxes: Their ids.
         label: KEY=VALUE: those that have it; may be repeated, then all must match.
         all_: Every sandbox of the node.
+        adopt: First take those with these ids from the node's blob store, where another node has sent them.
     """
+    if adopt and not sandboxes:
+        raise InvalidSpec("--adopt goes with ids")
     with barchan.connect(**common.connection) as client:
         labels = _labels(sandboxes, label, all_=all_)
+        for sandbox in sandboxes if adopt else ():
+            client.adopt(sandbox, detach=True)
         return _tell(client.resume_many(labels=labels, sandbox_ids=sandboxes), as_json=common.json)
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from barchan.model.sandbox import Env, Label, Name
+from barchan.model.tiers import Waiting
 
 PRIORITY_MAX = 100
 GRACE_S_MAX = 86_400.0
@@ -83,6 +84,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         grace_s: How long its sandboxes live after its last connection went.
         labels: Of each of its sandboxes, where the sandbox has none of that name.
         priority: Higher ones start first where starts have to wait.
+        waiting: Of each of its sandboxes that says nothing of it.
     """
 
     lease_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -90,6 +92,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     labels: dict[Label, str] = {}
     priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
     budget: Budget | None = None
+    waiting: Waiting | None = None
 
 
 class LeaseInfo(Struct, frozen=True, kw_only=True):

@@ -52,3 +52,9 @@ class TierChange(Struct, frozen=True, kw_only=True):
     freed_bytes: int = 0
     refused: str = ""
     took_ms: float = 0.0
+
+
+class AdoptRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who holds a sandbox that comes from another node; with no lease it is detached."""
+
+    lease_id: str | None = None

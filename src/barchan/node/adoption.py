@@ -48,7 +48,7 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
 async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
     """Take one sandbox over. One that can't be served any more is lost; the others are not."""
     live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
-    live.rest.own_layers = row.own_layers
+    live.rest.own_layers, live.rest.is_published = row.own_layers, row.is_published
     frozen_s = 0.0 if row.since_unix_s is None else max(0.0, time.time() - row.since_unix_s)
     try:
         live.equip(await backend.adopt(row.sandbox_id, row.spec, row.template), is_new=False)
@@ -62,7 +62,12 @@ async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
         else:
             await backend.discard(row.sandbox_id)
         return
-    await _take_in(sandboxes, live, row)
+    live.create_ms = row.create_ms
+    sandboxes.live[live.sandbox_id] = live
+    await sandboxes.holds.hold(live.sandbox_id, live.template)
+    if row.spec.create_id:
+        sandboxes.by_create[row.spec.create_id] = live
+    live.booted.set_result(None)
     if row.since_unix_s is not None:
         sandboxes.journal.wake(row.sandbox_id)
         await sandboxes.tiers.change(live, "paused", is_asked=row.is_asked)
@@ -70,21 +75,9 @@ async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
 
 async def _find_stored(sandboxes: "Sandboxes", row: Row) -> None:
     """One on disk: nothing of it is needed before somebody asks for it."""
+    assert row.stored is not None
     live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
-    live.phase, live.rest.tier = "hibernated", "hibernated"
-    live.rest.stored, live.rest.is_asked, live.rest.own_layers = row.stored, row.is_asked, row.own_layers
-    live.rest.freed_bytes = row.stored.memory_bytes if row.stored is not None else 0
-    live.clock.stop()
-    sandboxes.tiers.stored += 1
-    sandboxes.arm(live, row.awake_s)
-    await _take_in(sandboxes, live, row)
-
-
-async def _take_in(sandboxes: "Sandboxes", live: Live, row: Row) -> None:
     live.create_ms = row.create_ms
-    sandboxes.live[live.sandbox_id] = live
-    template = live.template if live.rest.stored is None else live.rest.stored.template
-    await sandboxes.holds.hold(live.sandbox_id, template, is_stored=live.rest.stored is not None)
-    if row.spec.create_id:
-        sandboxes.by_create[row.spec.create_id] = live
-    live.booted.set_result(None)
+    live.rest.is_asked, live.rest.own_layers = row.is_asked, row.own_layers
+    live.rest.is_published = row.is_published
+    await hibernate.lay_down(sandboxes, live, row.stored, row.awake_s)

@@ -22,7 +22,8 @@ from barchan.errors import BackendError, NotFound
 from barchan.image.template import Template
 from barchan.model.image import ASLEEP_PREFIX
 from barchan.model.node import SnapshotRequest
-from barchan.node import snapshots
+from barchan.model.snapshot_info import SNAPSHOT_PREFIX
+from barchan.node import away, snapshots
 from barchan.node.late_memory import unpacked
 from barchan.node.live import Live
 from barchan.node.network import Network
@@ -68,9 +69,10 @@ class _Storing:
         """Memory and files at once: one is packed in a thread, the other by a process."""
         live, sandboxes = self._live, self._sandboxes
         asked = SnapshotRequest(name=self.image, base_layers=len(live.template.layers) - live.rest.own_layers)
+        base = live.spec.template if live.spec.template.startswith(SNAPSHOT_PREFIX) else None  # with memory, perhaps
         template, _ = await asyncio.gather(
             snapshots.snapshot(sandboxes, live, asked, self._pack_files, is_named=True),
-            asyncio.to_thread(sandboxes.shelf.pack, self.snapshot_id, self.memory),
+            asyncio.to_thread(sandboxes.shelf.pack, self.snapshot_id, self.memory, base=base),
         )
         return template
 
@@ -88,7 +90,7 @@ class _Storing:
             await asyncio.gather(self._packing, return_exceptions=True)
         await self.tidy()
         await asyncio.to_thread(self._sandboxes.shelf.remove, self.snapshot_id)
-        await _remove_image(self._sandboxes, self.image)
+        await remove_image(self._sandboxes, self.image)
 
 
 async def store(sandboxes: "Sandboxes", live: Live, check: Callable[[], None]) -> None:
@@ -142,7 +144,7 @@ async def _put_down(sandboxes: "Sandboxes", live: Live, storing: _Storing, store
     await live.handle.destroy()
     await storing.tidy()
     for image in older:
-        await _remove_image(sandboxes, image)
+        await remove_image(sandboxes, image)
 
 
 async def restore(sandboxes: "Sandboxes", live: Live) -> None:
@@ -155,15 +157,20 @@ async def restore(sandboxes: "Sandboxes", live: Live) -> None:
     assert stored is not None
     backend = await sandboxes.backend(live.spec.backend)
     memory = sandboxes.state_dir / f"{FOLDER_PREFIX}{secrets.token_hex(8)}"
-    async with unpacked(backend, sandboxes.shelf, live.sandbox_id, stored.snapshot_id, memory) as found:
-        handle = await backend.restore(
-            live.sandbox_id, live.spec, stored.template, memory, found.record, cut=None, pager=found.pager
-        )
-        try:
-            await _take(sandboxes, live, handle)
-        except BaseException:
-            await finished(handle.destroy())
-            raise
+    claimed = await away.claim(sandboxes, live)
+    try:
+        async with unpacked(backend, sandboxes.shelf, live.sandbox_id, stored.snapshot_id, memory) as found:
+            handle = await backend.restore(
+                live.sandbox_id, live.spec, stored.template, memory, found.record, cut=None, pager=found.pager
+            )
+            try:
+                await _take(sandboxes, live, handle)
+            except BaseException:
+                await finished(handle.destroy())
+                raise
+    except BaseException:
+        await away.give_back(sandboxes, claimed)
+        raise
     await finished(_let_go(sandboxes, live, stored))
 
 
@@ -205,10 +212,25 @@ async def remove(sandboxes: "Sandboxes", live: Live) -> None:
         sandboxes.tiers.stored -= 1
         await asyncio.to_thread(sandboxes.shelf.remove, live.rest.stored.snapshot_id)
     for image in live.rest.images:
-        await _remove_image(sandboxes, image)
+        await remove_image(sandboxes, image)
+    await away.retire(sandboxes, live)
 
 
-async def _remove_image(sandboxes: "Sandboxes", name: str) -> None:
+async def lay_down(sandboxes: "Sandboxes", live: Live, stored: Stored, awake_s: float) -> None:
+    """Have one among the node's sandboxes that lies on its disk, and has been awake for so long."""
+    live.phase, live.rest.tier, live.rest.stored = "hibernated", "hibernated", stored
+    live.rest.freed_bytes = stored.memory_bytes
+    live.clock.stop()
+    sandboxes.tiers.stored += 1
+    sandboxes.arm(live, awake_s)
+    sandboxes.live[live.sandbox_id] = live
+    await sandboxes.holds.hold(live.sandbox_id, stored.template, is_stored=True)
+    if live.spec.create_id:
+        sandboxes.by_create[live.spec.create_id] = live
+    live.booted.set_result(None)
+
+
+async def remove_image(sandboxes: "Sandboxes", name: str) -> None:
     with suppress(NotFound):
         await snapshots.remove_image(sandboxes, name)
 
@@ -241,5 +263,5 @@ async def clean(sandboxes: "Sandboxes", stored: set[str], known: set[str]) -> di
             if sandbox_id in known:
                 images.setdefault(sandbox_id, set()).add(template.name)
             else:
-                await _remove_image(sandboxes, template.name)
+                await remove_image(sandboxes, template.name)
     return images

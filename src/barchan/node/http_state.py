@@ -5,11 +5,12 @@ from contextlib import aclosing
 
 from aiohttp import web
 
+from barchan.core.finished import finished
 from barchan.model.fork import ForkRequest
 from barchan.model.node import Killed, SnapshotRequest
 from barchan.model.pool import PoolRequest
-from barchan.model.tiers import Tier, TierRequest
-from barchan.node import storms
+from barchan.model.tiers import AdoptRequest, Tier, TierRequest
+from barchan.node import away, storms
 from barchan.node.collect import encode_chunk
 from barchan.node.forks import results
 from barchan.node.handlers import Handlers
@@ -65,6 +66,16 @@ class StateHandlers(Handlers):
 
     async def resume(self, request: web.Request) -> web.StreamResponse:
         return await self._to(request, "running")
+
+    async def push(self, request: web.Request) -> web.StreamResponse:
+        live = self.sandboxes.get(request.match_info["sandbox_id"])
+        await away.push(self.sandboxes, live)
+        return reply(request, live.info(self.sandboxes.node_id))
+
+    async def adopt(self, request: web.Request) -> web.StreamResponse:
+        asked: AdoptRequest = await self.body(request, "adopt")
+        taking = away.adopt(self.sandboxes, request.match_info["sandbox_id"], asked.lease_id)
+        return reply(request, (await finished(taking)).info(self.sandboxes.node_id))
 
     async def _to(self, request: web.Request, tier: Tier) -> web.StreamResponse:
         live = self.sandboxes.get(request.match_info["sandbox_id"])

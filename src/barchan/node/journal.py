@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS lease_terms (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sandbox_rest (
     id TEXT PRIMARY KEY, asleep_s REAL NOT NULL DEFAULT 0, since_unix_s REAL, is_asked INTEGER NOT NULL DEFAULT 0,
-    stored BLOB, own_layers INTEGER NOT NULL DEFAULT 0
+    stored BLOB, own_layers INTEGER NOT NULL DEFAULT 0, is_published INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
@@ -45,6 +45,7 @@ class Row(Struct, frozen=True, kw_only=True):
         is_asked: It sleeps because somebody asked for it.
         stored: Where it is, hibernated.
         own_layers: How many of its template's layers, from the top, it has written itself.
+        is_published: It is, or was, in the blob store, for other nodes to take.
     """
 
     sandbox_id: str
@@ -60,6 +61,7 @@ class Row(Struct, frozen=True, kw_only=True):
     is_asked: bool = False
     stored: Stored | None = None
     own_layers: int = 0
+    is_published: bool = False
 
     @property
     def awake_s(self) -> float:
@@ -163,6 +165,23 @@ class Journal:
                 "UPDATE sandbox_rest SET stored = ? WHERE id = ?", (msgspec.json.encode(stored), sandbox_id)
             )
 
+    def published(self, sandbox_id: str) -> None:
+        """It is about to be told of in the blob store."""
+        self._db.execute("UPDATE sandbox_rest SET is_published = 1 WHERE id = ?", (sandbox_id,))
+
+    def take(self, sandbox_id: str, spec: SandboxSpec, template: Template, stored: Stored) -> None:
+        """A sandbox of another node came from the blob store, on disk; it may have been here before."""
+        with self._db:
+            self._db.execute("BEGIN")
+            for table in ("sandbox", "sandbox_rest"):
+                self._db.execute(f"DELETE FROM {table} WHERE id = ?", (sandbox_id,))
+            self.begin(sandbox_id, spec, template)
+            self._set_phase(sandbox_id, "hibernated")
+            self._db.execute(
+                "INSERT INTO sandbox_rest (id, since_unix_s, is_asked, stored, is_published) VALUES (?, ?, 1, ?, 1)",
+                (sandbox_id, time.time(), msgspec.json.encode(stored)),
+            )
+
     def wake(self, sandbox_id: str, template: Template | None = None, own_layers: int = 0) -> None:
         """It is about to run again: where it was stored does not count any more.
 
@@ -234,7 +253,7 @@ class Journal:
     def _rows(self, where: str, *values: str) -> list[Row]:
         query = (
             "SELECT sandbox.id, spec, template, phase, created_unix_s, create_ms, ended_unix_s, end_cause, "
-            "asleep_s, since_unix_s, is_asked, stored, own_layers "
+            "asleep_s, since_unix_s, is_asked, stored, own_layers, is_published "
             "FROM sandbox LEFT JOIN sandbox_rest ON sandbox_rest.id = sandbox.id " + where
         )
         return [
@@ -252,6 +271,7 @@ class Journal:
                 is_asked=bool(found[10]),
                 stored=msgspec.json.decode(found[11], type=Stored) if found[11] else None,
                 own_layers=found[12] or 0,
+                is_published=bool(found[13]),
             )
             for found in self._db.execute(query, values)
         ]

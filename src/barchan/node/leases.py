@@ -11,11 +11,13 @@ from barchan.core.admission import check_budget, spent_in_s
 from barchan.errors import Conflict, NotFound, SandboxExpired
 from barchan.model.node import Budget, LeaseInfo, LeaseRequest, LeaseUse
 from barchan.model.sandbox import SandboxSpec
+from barchan.model.tiers import Waiting
 from barchan.node.journal import Journal
 
 RESTART_GRACE_S = 15.0
 Over = Literal["lease_ended", "budget"]
 _NO_BUDGET = Budget()
+_ANY_WAITING = Waiting()
 
 
 class Lease:
@@ -101,9 +103,12 @@ class Leases:
         return lease is not None and lease.holders == 0
 
     def labelled(self, spec: SandboxSpec, lease_id: str | None) -> SandboxSpec:
-        """The spec as it is under a lease: with the lease's labels, where it has none of their names."""
+        """The spec as it is under a lease: with its waiting, and its labels where the spec has none of their names."""
         lease = self._leases.get(lease_id or "")
-        return spec if lease is None else replace(spec, labels={**lease.terms.labels, **spec.labels})
+        if lease is None:
+            return spec
+        waiting = spec.waiting if spec.waiting != _ANY_WAITING else lease.terms.waiting or _ANY_WAITING
+        return replace(spec, labels={**lease.terms.labels, **spec.labels}, waiting=waiting)
 
     # who holds it
 

@@ -44,6 +44,7 @@ class Rest:
         self.can_be_stored = True  # nobody has found out otherwise since it was last awake
         self.stored: Stored | None = None
         self.own_layers = 0  # of its template: what it had written when it was hibernated
+        self.is_published = False  # it is, or was, in the blob store
         self.images: set[str] = set()  # that keep those
         # of the policy
         self.waiting_since: float | None = None  # when nothing was asked of it any more

@@ -35,7 +35,7 @@ class StoreImages:
     def __init__(self, images: ImageStore, url: str) -> None:
         self.url = url
         self._images = images
-        self._store = BlobStore.open(url, timeout_s=OPERATION_TIMEOUT_S)
+        self.blobs = BlobStore.open(url, timeout_s=OPERATION_TIMEOUT_S)
         self._asked: dict[str, _Asked] = {}
         self._fetches = asyncio.Semaphore(FETCHES_AT_ONCE)
 
@@ -71,12 +71,12 @@ class StoreImages:
         try:
             async with self._fetches:
                 try:
-                    return await fetch(self._images, name, self._store)
+                    return await fetch(self._images, name, self.blobs)
                 except NotFound as error:
                     if "layer" not in error.details:
                         raise
                 # A layer that was here was removed in the middle: now it is seen that it has to come.
-                return await fetch(self._images, name, self._store)
+                return await fetch(self._images, name, self.blobs)
         except NotFound as error:
             if "layer" in error.details:
                 raise BlobUnavailable(f"image {name!r} is not here, and can't be had now: {error}") from error

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec, LocalProtocolError, NotFound
 from barchan.model.node import PRIORITY_MAX, Budget, LeaseRequest
+from barchan.model.tiers import Waiting
 from barchan.rollout.group import AsyncGroup
 from barchan.rollout.live import AsyncRollout, ended, gone_on_with
 from barchan.rollout.part import Part, RunTerms
@@ -188,6 +189,7 @@ def run_of(
     memory_mib: int,
     pids_max: int,
     capacity_wait_s: float,
+    waiting: Waiting | None,
 ) -> AsyncRun:
     """What `client.run()` gives.
 
@@ -199,7 +201,11 @@ def run_of(
     if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
         raise InvalidSpec(f"priority={priority}: from {-PRIORITY_MAX} to {PRIORITY_MAX}")
     lease = LeaseRequest(
-        grace_s=grace_s, labels={**checked_labels(labels or {}), "run": name}, priority=priority, budget=budget
+        grace_s=grace_s,
+        labels={**checked_labels(labels or {}), "run": name},
+        priority=priority,
+        budget=budget,
+        waiting=waiting,
     )
     settings = RunSettings(
         run_id=name, template=template, memory_mib=memory_mib, pids_max=pids_max, capacity_wait_s=capacity_wait_s

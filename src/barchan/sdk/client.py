@@ -12,7 +12,7 @@ from barchan.model.image import Rebased
 from barchan.model.node import Budget, ImageInfo, LayerInfo, NodeInfo
 from barchan.model.pool import PoolInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
-from barchan.model.tiers import TierChange
+from barchan.model.tiers import TierChange, Waiting
 from barchan.sdk.aio.client import CREATE_TIMEOUT_S, AsyncClient, connect_async
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.aio.snapshot import AsyncSnapshot
@@ -97,6 +97,7 @@ class Client:
         memory_mib: int = 512,
         pids_max: int = 128,
         capacity_wait_s: float = 300.0,
+        waiting: Waiting | None = None,
     ) -> "Run":
         """A run to enter: groups of rollouts under a lease of its own.
 
@@ -109,6 +110,7 @@ class Client:
             out: A folder for logs and results; without one, nothing is known of a rollout that its process has not.
             template: The image of tasks that bring none, as are `memory_mib` and `pids_max`.
             capacity_wait_s: How long a rollout waits, in total, for room on the node; then it is void.
+            waiting: What the node may do by itself with the run's sandboxes while nobody asks anything of them.
         """
         from barchan.rollout.sync import Run  # the only way down from a client to what is built on it
 
@@ -124,6 +126,7 @@ class Client:
                 memory_mib=memory_mib,
                 pids_max=pids_max,
                 capacity_wait_s=capacity_wait_s,
+                waiting=waiting,
             )
         )
 
@@ -247,6 +250,18 @@ class Client:
     def kill(self, *, labels: Mapping[str, str]) -> int:
         """End every sandbox of the node that has all these labels (with none given: every one); returns how many."""
         return run(self._twin.kill(labels=labels))
+
+    def adopt(self, sandbox_id: str, *, detach: bool = False) -> Sandbox:
+        """Take a sandbox that another node has sent to the blob store of both; it lies on this node's disk then.
+
+        Args:
+            detach: It outlives this client.
+
+        Raises:
+            NotFound: The store has no such sandbox. Conflict: Another node has it, or it has ended.
+            SnapshotIncompatible: Told by its first use: this host can't run what that one has stored.
+        """
+        return Sandbox(run(self._twin.adopt(sandbox_id, detach=detach)))
 
     def pause_many(
         self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()

@@ -147,6 +147,15 @@ class Sandbox:
         """
         return run(self._twin.hibernate())
 
+    def push(self) -> SandboxInfo:
+        """Send it, hibernated, to the node's blob store, from where another node may take it: `client.adopt(id)`.
+
+        Raises:
+            Conflict: It is not hibernated, or somebody wants it awake.
+            RequirementMissing: The node has no store. BlobUnavailable: The store is slow or dead.
+        """
+        return run(self._twin.push())
+
     def resume(self) -> SandboxInfo:
         """Wake it, from wherever it is. Nobody has to: any request does."""
         return run(self._twin.resume())

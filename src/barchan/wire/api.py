@@ -38,7 +38,7 @@ from barchan.model.sandbox import (
     StartRequest,
 )
 from barchan.model.snapshot_info import SnapshotInfo
-from barchan.model.tiers import TierChange, TierRequest
+from barchan.model.tiers import AdoptRequest, TierChange, TierRequest
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -166,6 +166,10 @@ ROUTES: tuple[Route, ...] = (
     Route("page_out", "POST", _SB + "/page-out", SandboxInfo, summary="Pause it, and give its cold memory away, to swap where there is some."),
     Route("hibernate", "POST", _SB + "/hibernate", SandboxInfo,
           summary="Pause it, and put its processes and memory on disk; one that can't be stored says why, and stays paused."),
+    Route("push", "POST", _SB + "/push", SandboxInfo,
+          summary="Send a hibernated sandbox to the node's blob store, from where another node may take it."),
+    Route("adopt", "POST", _SB + "/adopt", SandboxInfo, body=AdoptRequest, body_kind="value",
+          summary="Take a sandbox that another node has sent to the blob store; it is hibernated here then."),
     Route("resume", "POST", _SB + "/resume", SandboxInfo, summary="Wake it, from wherever it is."),
     Route("tier_many", "POST", "/v1/sandboxes/tier", TierChange, "stream", TierRequest, "value",
           summary="Bring many sandboxes to one tier: a record for each, as it is there or refused. It goes on if the response is closed."),

@@ -7,6 +7,8 @@ import pytest
 
 from barchan.errors import CapacityError, Conflict, NotFound, QuotaExceeded, SandboxExpired
 from barchan.model.node import Budget, LeaseRequest, LeaseUse
+from barchan.model.sandbox import SandboxSpec
+from barchan.model.tiers import Waiting
 from barchan.node import leases as module
 from barchan.node.journal import Journal
 from barchan.node.leases import Leases, Over
@@ -201,3 +203,13 @@ async def test_a_sleeping_sandbox_is_adopted_asleep(tmp_path: Path) -> None:
     leases.adopt("le_1", "sb_1", 64, 12.0, is_awake=False)
     await asyncio.sleep(0.02)
     assert lease.used.sandbox_s == 12.0
+
+
+async def test_its_sandboxes_wait_as_it_says(tmp_path: Path) -> None:
+    """But for one that says so itself."""
+    leases = opened(tmp_path)
+    never, soon = Waiting(pause=False), Waiting(after_s=1)
+    leases.hold(LeaseRequest(lease_id="le_1", waiting=never))
+    assert leases.labelled(SandboxSpec(template="debian"), "le_1").waiting == never
+    assert leases.labelled(SandboxSpec(template="debian", waiting=soon), "le_1").waiting == soon
+    assert leases.labelled(SandboxSpec(template="debian"), None).waiting == Waiting()

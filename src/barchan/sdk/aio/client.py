@@ -14,7 +14,7 @@ from barchan.model.image import NameRequest, Rebased, RebaseRequest
 from barchan.model.node import Budget, ImageInfo, Killed, LayerInfo, NodeInfo
 from barchan.model.pool import PoolInfo, PoolRequest
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
-from barchan.model.tiers import TierChange
+from barchan.model.tiers import AdoptRequest, TierChange, Waiting
 from barchan.sdk.aio import snapshot
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.aio.snapshot import AsyncSnapshot, spec_of
@@ -44,11 +44,13 @@ IMAGE_NAME = Call("image_name", ImageInfo)
 IMAGE_REBASE = Call("image_rebase", Rebased)
 CREATE = Call("create", SandboxInfo)
 LIST = Call("list", list[SandboxInfo])
+ADOPT = Call("adopt", SandboxInfo)
 KILL_MANY = Call("kill_many", Killed)
 
 CREATE_TIMEOUT_S = 120.0
 _CREATING_MAX = 64  # at once, of one create_many; the node has bounds of its own
 _KILL_TIMEOUT_S = 120.0
+_ADOPT_TIMEOUT_S = 600.0  # its memory comes whole
 _IMAGE_TIMEOUT_S = 120.0  # the node may have to ask its blob store
 _GC_TIMEOUT_S = 600.0  # a layer may be a whole tree of files
 _REBASE_QUIET_S = 600.0  # while large images are looked into
@@ -186,6 +188,7 @@ class AsyncClient:
         memory_mib: int = 512,
         pids_max: int = 128,
         capacity_wait_s: float = 300.0,
+        waiting: Waiting | None = None,
     ) -> "AsyncRun":
         """A run to enter: groups of rollouts under a lease of its own.
 
@@ -198,6 +201,7 @@ class AsyncClient:
             out: A folder for logs and results; without one, nothing is known of a rollout that its process has not.
             template: The image of tasks that bring none, as are `memory_mib` and `pids_max`.
             capacity_wait_s: How long a rollout waits, in total, for room on the node; then it is void.
+            waiting: What the node may do by itself with the run's sandboxes while nobody asks anything of them.
         """
         from barchan.rollout.run import run_of  # the only way down from a client to what is built on it
 
@@ -214,6 +218,7 @@ class AsyncClient:
             memory_mib=memory_mib,
             pids_max=pids_max,
             capacity_wait_s=capacity_wait_s,
+            waiting=waiting,
         )
 
     async def attach(self, sandbox_id: str) -> AsyncSandbox:
@@ -350,6 +355,21 @@ class AsyncClient:
         """End every sandbox of the node that has all these labels (with none given: every one); returns how many."""
         target = KILL_MANY.target({"label": _labels(labels), "all": None if labels else True})
         return (await self._transport.value(KILL_MANY, target, timeout_s=_KILL_TIMEOUT_S)).killed
+
+    async def adopt(self, sandbox_id: str, *, detach: bool = False) -> AsyncSandbox:
+        """Take a sandbox that another node has sent to the blob store of both; it lies on this node's disk then.
+
+        Args:
+            detach: It outlives this client.
+
+        Raises:
+            NotFound: The store has no such sandbox. Conflict: Another node has it, or it has ended.
+            SnapshotIncompatible: Told by its first use: this host can't run what that one has stored.
+        """
+        asked = AdoptRequest(lease_id=None if detach else await self._lease.ensure())
+        target = ADOPT.target(sandbox_id=sandbox_id)
+        await self._transport.value(ADOPT, target, encode(asked), timeout_s=_ADOPT_TIMEOUT_S)
+        return AsyncSandbox(self._transport, sandbox_id)
 
     def pause_many(
         self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()

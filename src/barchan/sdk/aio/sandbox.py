@@ -47,6 +47,7 @@ PAUSE = Call("pause", SandboxInfo)
 PAGE_OUT = Call("page_out", SandboxInfo)
 HIBERNATE = Call("hibernate", SandboxInfo)
 RESUME = Call("resume", SandboxInfo)
+PUSH = Call("push", SandboxInfo)
 EXEC = Call("exec", ExecResult)
 PROCESSES = Call("process_list", list[ProcessInfo])
 
@@ -189,6 +190,15 @@ class AsyncSandbox:
             Conflict: A request came meanwhile, and it is awake again.
         """
         return await self._move(HIBERNATE)
+
+    async def push(self) -> SandboxInfo:
+        """Send it, hibernated, to the node's blob store, from where another node may take it: `client.adopt(id)`.
+
+        Raises:
+            Conflict: It is not hibernated, or somebody wants it awake.
+            RequirementMissing: The node has no store. BlobUnavailable: The store is slow or dead.
+        """
+        return await self._move(PUSH)
 
     async def resume(self) -> SandboxInfo:
         """Wake it, from wherever it is. Nobody has to: any request does."""
