@@ -85,6 +85,7 @@ static void start_shutdown(void)
 	shutting_down = true;
 	shutdown_deadline_ns = monotonic_ns() + SHUTDOWN_WAIT_NS;
 	sandbox_destroy_all();
+	memory_end_all();
 	/* Else killed processes would wait for a reader that is dead and has no successor any more. */
 	fuse_let_go();
 }
@@ -164,7 +165,7 @@ static bool is_over(void)
 {
 	if (!shutting_down)
 		return false;
-	if (sandbox_count == 0)
+	if (sandbox_count == 0 && memory_is_idle())
 		return true;
 	if (monotonic_ns() < shutdown_deadline_ns)
 		return false;

@@ -27,6 +27,7 @@
 #define PARTS_MAX 64u
 #define PATH_LINE_MAX 64
 #define IMAGE_MAGIC_BYTES 8
+#define RETRY_NS (2 * NS_PER_MS)
 #define SPARE_FDS 64 /* above those that CRIU is given */
 /* What CRIU itself needs while it restores inside the guest's limits. */
 #define CRIU_MEMORY_BYTES (UINT64_C(128) << 20)
@@ -35,7 +36,8 @@
 struct job {
 	pid_t pid;
 	struct sandbox *sandbox; /* NULL: it has been removed meanwhile */
-	bool restores, timed_out;
+	bool restores, timed_out, has_ended;
+	int wstatus;
 	struct waiter waiter; /* of a dump */
 	char group[ID_MAX + 16];
 	int64_t deadline_ns;
@@ -168,16 +170,31 @@ static struct job **job_of(pid_t pid, const struct sandbox *sandbox)
 	return link;
 }
 
-static void job_end(struct job *job)
+static void job_forget(struct job *job)
 {
 	struct job **link = &jobs;
 
 	while (*link != job)
 		link = &(*link)->next;
 	*link = job->next;
-	if (!job->restores && cgroup_remove_group(job->group) < 0)
-		log_line("%s: %s", job->group, strerror(errno));
 	free(job);
+}
+
+/* Answer a dump once nothing of it is left; false: later, when what was killed has gone. */
+static bool dump_end(struct job *job)
+{
+	if (cgroup_kill(job->group) < 0 || cgroup_remove_group(job->group) < 0)
+		return false;
+	if (job->timed_out) {
+		reply_error(&job->waiter, "dump", ETIMEDOUT, NULL);
+	} else {
+		struct reply *reply = reply_start("ok");
+		reply_add(reply, "tag=%llu", (unsigned long long)job->waiter.tag);
+		reply_add(reply, "wstatus=%d", job->wstatus);
+		reply_send(reply, &job->waiter);
+	}
+	job_forget(job);
+	return true;
 }
 
 /* Answered when CRIU has ended: `wstatus`. */
@@ -190,11 +207,14 @@ int memory_dump(struct sandbox *sandbox, int job_fd, uint64_t seconds, const str
 	if (job && cgroup_fd >= 0 && job->pid == 0)
 		dump_child(sandbox, job->group, job_fd);
 	int error = errno;
-	if (job && job->pid <= 0)
-		job_end(job);
-	else if (job)
+	if (job && job->pid <= 0) {
+		cgroup_remove_group(job->group);
+		job_forget(job);
+		return errno = error, -1;
+	}
+	if (job)
 		job->waiter = *waiter;
-	return job && job->pid > 0 ? 0 : (errno = error, -1);
+	return job ? 0 : (errno = error, -1);
 }
 
 /* --- restore ------------------------------------------------------------------------------------------------------ */
@@ -398,7 +418,7 @@ int memory_restore(struct sandbox *sandbox, int userns_fd, int cgroup_fd, const 
 	if (!job)
 		return -1;
 	if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) < 0) {
-		job_end(job);
+		job_forget(job);
 		return -1;
 	}
 	job->pid = clone_into(cgroup_fd);
@@ -410,7 +430,7 @@ int memory_restore(struct sandbox *sandbox, int userns_fd, int cgroup_fd, const 
 	close(pair[1]);
 	if (job->pid < 0) {
 		close(pair[0]);
-		job_end(job);
+		job_forget(job);
 		return errno = error, -1;
 	}
 	sandbox->status_fd = pair[0];
@@ -448,21 +468,29 @@ bool memory_reaped(pid_t pid, int wstatus)
 
 	if (!job)
 		return false;
-	struct sandbox *sandbox = job->sandbox;
-	bool restores = job->restores;
-	if (!restores && job->timed_out) {
-		reply_error(&job->waiter, "dump", ETIMEDOUT, NULL);
-	} else if (!restores) {
-		struct reply *reply = reply_start("ok");
-		reply_add(reply, "tag=%llu", (unsigned long long)job->waiter.tag);
-		reply_add(reply, "wstatus=%d", wstatus);
-		reply_send(reply, &job->waiter);
+	job->pid = 0, job->wstatus = wstatus, job->has_ended = true;
+	if (!job->restores) {
+		dump_end(job);
+		return true;
 	}
+	struct sandbox *sandbox = job->sandbox;
 	int error = job->timed_out ? ETIMEDOUT : WIFEXITED(wstatus) && WEXITSTATUS(wstatus) == 0 ? 0 : EIO;
-	job_end(job);
-	if (restores && sandbox)
+	job_forget(job);
+	if (sandbox)
 		sandbox_restored(sandbox, error);
 	return true;
+}
+
+/* Whatever runs has taken too long. */
+void memory_end_all(void)
+{
+	for (struct job *job = jobs; job; job = job->next)
+		job->deadline_ns = 0;
+}
+
+bool memory_is_idle(void)
+{
+	return !jobs;
 }
 
 /* Kill what takes too long, whole trees; when to look again. */
@@ -470,7 +498,13 @@ int64_t memory_run_timers(int64_t now_ns)
 {
 	int64_t next_ns = INT64_MAX;
 
-	for (struct job *job = jobs; job; job = job->next) {
+	for (struct job *job = jobs, *next; job; job = next) {
+		next = job->next;
+		if (job->has_ended) {
+			if (!dump_end(job))
+				next_ns = now_ns + RETRY_NS;
+			continue;
+		}
 		if (!job->timed_out && job->deadline_ns <= now_ns) {
 			job->timed_out = true;
 			if (cgroup_kill(job->group) < 0)

@@ -366,6 +366,8 @@ bool memory_restores(const struct sandbox *sandbox);
 bool memory_dumps(const struct sandbox *sandbox);
 void memory_forget(const struct sandbox *sandbox);
 bool memory_reaped(pid_t pid, int wstatus);
+void memory_end_all(void);
+bool memory_is_idle(void);
 int64_t memory_run_timers(int64_t now_ns);
 
 /* privileges.c */
@@ -381,8 +383,11 @@ int seccomp_install(bool may_enter);
 
 /* zygote.c */
 bool zygote_is_possible(void);
+bool zygote_has_userns(const struct sandbox *sandbox);
 int zygote_userns(const struct sandbox *sandbox);
 int launch_inside(struct sandbox *sandbox, int userns_fd, int cgroup_fd);
+bool zygote_child_exists(pid_t pid);
+void zygote_end_strays(const struct sandbox *sandbox);
 int zygote_enter(const struct sandbox *sandbox, const char *text, int line_fd);
 
 #endif
