@@ -18,8 +18,11 @@ from barchan.image import compose
 from barchan.image.compose import Clash, Meeting
 from barchan.image.diff_tar import merge
 from barchan.image.erofs import Erofs
+from barchan.image.implied import MTIME_NS as IMPLIED_MTIME_NS
+from barchan.image.implied import restore
 from barchan.image.lazy_layer import open_lazy
 from barchan.image.opaque import drop_needless_opaque
+from barchan.image.pack import DEFAULT_LIMITS
 from barchan.image.store import ImageStore, NewLayer, image_info, layer_gone
 from barchan.image.template import LAYERS_MAX, Layer, Template, TemplateConfig, template_digest
 from barchan.model.image import BUILT_PREFIX, MADE_PREFIXES, MERGED_PREFIX, NameRequest, Rebased, RebaseRequest
@@ -41,6 +44,7 @@ class NodeImages:
         self.remote = StoreImages(store, store_url) if store_url else None
         self._clashes: dict[bytes, Clash | None] = {}  # by the keys of meetings
         self._renames = functools.lru_cache(RENAMES_MAX)(self._look_for_renames)
+        self._implies = functools.lru_cache(RENAMES_MAX)(self._look_for_implied)
         self._looking = asyncio.Lock()
         self._merging = asyncio.Lock()
 
@@ -81,7 +85,8 @@ class NodeImages:
         template = compose.compose(base, above)
         stacks = [*map(compose.own_layers, above), base.layers]
         await self._check_order(f"images {' + '.join((spec.template, *spec.layers))}", stacks, template.layers)
-        layers, base_layers = await self.fitted(template.layers, template.base_layers, LAYERS_MAX)
+        stack = await self._with_directories(template, stacks[:-1])
+        layers, base_layers = await self.fitted(stack, template.base_layers, LAYERS_MAX)
         if layers == template.layers:
             return template
         digest = template_digest(compose.config_of(template), layers)
@@ -167,6 +172,51 @@ class NodeImages:
                 return None
             opened.append(closing.enter_context(erofs))
         return opened
+
+    # directories of which the topmost layer that has them says nothing
+
+    async def _with_directories(self, template: Template, above: Sequence[Sequence[Layer]]) -> tuple[Layer, ...]:
+        """A stack with what its lower layers say of directories that those of `above` only have entries in.
+
+        Made once for the same stack, as an image of its own. Where a layer can't be looked into, all stays as it is.
+        """
+        own = [layer for layers in above for layer in layers if layer in template.layers]
+        if not own or not await finished(asyncio.to_thread(lambda: any(map(self._implies, own)))):
+            return template.layers
+        content = "directories:" + "".join(layer.digest for layer in template.layers)
+        name = MERGED_PREFIX + hashlib.sha256(content.encode()).hexdigest()[:24]
+        async with self._merging:
+            made = self.store.find(name)
+            if made is None:
+                made = await finished(asyncio.to_thread(self._make_directories, name, template.layers))
+        if made is None:
+            return template.layers
+        self.store.note_use(name)
+        return (*made.layers, *template.layers)
+
+    def _look_for_implied(self, layer: Layer) -> bool:
+        if layer.kind == "lazy":
+            return False
+        try:
+            opened = self.open_layer(layer)
+        except RequirementMissing:
+            return False
+        if opened is None:
+            return False
+        with opened:
+            return any(inode.is_dir and inode.mtime_ns == IMPLIED_MTIME_NS for _, inode in opened.walk())
+
+    def _make_directories(self, name: str, layers: tuple[Layer, ...]) -> Template | None:
+        with ExitStack() as closing, self.store.workspace() as workspace:
+            opened = self._opened(layers, closing)
+            if opened is None:
+                return None
+            target = workspace / "layer.erofs"
+            digest = restore(opened, target, limits=DEFAULT_LIMITS)
+            if digest is None:
+                return None
+            config = TemplateConfig(name=name, source=f"directories of {len(layers)} layers")
+            return self.store.commit(config, (NewLayer(Layer(digest, "erofs"), target),))
 
     # long stacks
 
