@@ -171,6 +171,8 @@ bool sandbox_remove_ended(void)
 
 	while (*link) {
 		struct sandbox *sandbox = *link;
+		if (sandbox->spec.zygote[0])
+			zygote_end_strays(sandbox);
 		if (sandbox->as_slot.keeper_pidfd < 0 && cgroup_remove(sandbox) == 0 && pool_remove(sandbox) == 0) {
 			*link = sandbox->next_removing;
 			forget(sandbox);
@@ -183,12 +185,6 @@ bool sandbox_remove_ended(void)
 	return removing != NULL;
 }
 
-/* One that fits no other sandbox. */
-static bool has_own_userns(const struct sandbox *sandbox)
-{
-	return sandbox->spec.is_zygote || sandbox->spec.zygote[0];
-}
-
 static void start_removal(struct sandbox *sandbox)
 {
 	if (sandbox->state == SANDBOX_REMOVING)
@@ -197,14 +193,13 @@ static void start_removal(struct sandbox *sandbox)
 		sandbox_starting--;
 	if (sandbox->state == SANDBOX_FILLING || sandbox->state == SANDBOX_SLOT)
 		slot_ended(sandbox);
-	if (sandbox->pid && (sandbox->state == SANDBOX_RUNNING || sandbox->state == SANDBOX_SLOT) && !has_own_userns(sandbox))
+	if (sandbox->pid && (sandbox->state == SANDBOX_RUNNING || sandbox->state == SANDBOX_SLOT) && !zygote_has_userns(sandbox))
 		userns_keep(sandbox->slot, sandbox->pid);
 	/* The end of PID 1 is the end of every process of its namespace, frozen ones included. */
 	if (sandbox->pid && kill(sandbox->pid, SIGKILL) < 0)
 		log_line("%s: kill: %s", sandbox->id, strerror(errno));
-	/* CRIU and what it has made so far, or the helper of a start inside a zygote's; the removal waits until they are gone. */
-	bool is_helped = memory_restores(sandbox) || (sandbox->spec.zygote[0] && sandbox->state == SANDBOX_STARTING);
-	if (is_helped && cgroup_kill(sandbox->id) < 0)
+	/* CRIU and what it has made so far; the removal waits until they are gone. */
+	if (memory_restores(sandbox) && cgroup_kill(sandbox->id) < 0)
 		log_line("%s: kill: %s", sandbox->id, strerror(errno));
 	sandbox->state = SANDBOX_REMOVING;
 	if (!sandbox->pid)
@@ -265,6 +260,15 @@ void sandbox_started(struct sandbox *sandbox)
 		sandbox_fail(sandbox, failed, errno);
 }
 
+/* Nothing more is said of a start inside a zygote's: all of it has died, and its init perhaps before its pid was known. */
+static void lost_inside(struct sandbox *sandbox)
+{
+	if (sandbox->pid)
+		pid_take(sandbox->pid);
+	sandbox->pid = 0;
+	sandbox_fail(sandbox, STAGE_CLONE, ECHILD);
+}
+
 /* Read what the launch child has said; at its end it has become the init, or is gone. */
 static void read_status(struct sandbox *sandbox)
 {
@@ -286,6 +290,8 @@ static void read_status(struct sandbox *sandbox)
 			continue;
 		}
 		close_fd(&passed_fd);
+		if (report.stage == RESTORE_DONE && sandbox->spec.zygote[0] && !zygote_child_exists(report.error))
+			break;
 		if (report.stage == RESTORE_DONE && sandbox->state == SANDBOX_STARTING && !sandbox->pid) {
 			sandbox->pid = report.error;
 			pid_add(sandbox);
@@ -303,6 +309,8 @@ static void read_status(struct sandbox *sandbox)
 			log_line("%s: %s: %s", sandbox->id, stage_name((enum stage)report.stage), strerror(report.error));
 	}
 	watch_close(&sandbox->status_fd);
+	if (sandbox->spec.zygote[0] && sandbox->state == SANDBOX_STARTING)
+		lost_inside(sandbox);
 	if (sandbox->state == SANDBOX_FILLING && sandbox->pid && sandbox->as_slot.is_launched)
 		slot_filled(sandbox);
 }
@@ -315,8 +323,8 @@ static void handle_status(struct watch *watch, uint32_t events)
 
 static void begin(struct sandbox *sandbox, const struct restore *restore)
 {
-	CLEANUP_FD int own_userns_fd = has_own_userns(sandbox) ? zygote_userns(sandbox) : -1;
-	int userns_fd = has_own_userns(sandbox) ? own_userns_fd : options.no_userns ? -1 : userns_open(sandbox->slot);
+	CLEANUP_FD int own_userns_fd = zygote_has_userns(sandbox) ? zygote_userns(sandbox) : -1;
+	int userns_fd = zygote_has_userns(sandbox) ? own_userns_fd : options.no_userns ? -1 : userns_open(sandbox->slot);
 
 	if (!options.no_userns && userns_fd < 0) {
 		sandbox_fail(sandbox, STAGE_USERNS, errno);
@@ -332,7 +340,7 @@ static void begin(struct sandbox *sandbox, const struct restore *restore)
 		sandbox_fail(sandbox, STAGE_CLONE, errno);
 		return;
 	}
-	if (!restore)
+	if (sandbox->pid)
 		pid_add(sandbox);
 	if (watch_add(&sandbox->status, sandbox->status_fd, EPOLLIN) < 0)
 		sandbox_fail(sandbox, STAGE_CLONE, errno);

@@ -19,11 +19,13 @@
 #include <sys/un.h>
 #include <sys/wait.h>
 
+#include "../criu/restore.h"
 #include "supervisor.h"
 
 #define TIME_NAMESPACE 0x00000080
 #define ZYGOTE_SOCKET "barchan-zygote" /* abstract, in the zygote's network namespace */
 #define SENT_FDS_MAX 16u
+#define INSIDE_WAIT_S 10 /* for what the zygote could stop, as it could anything in its pid namespace */
 
 /* In the order in which a fork enters them: the user namespace gives it the right to enter the others. */
 static const char *const entered[] = {"user", "pid", "net", "uts", "cgroup", "time", "ipc", "mnt"};
@@ -39,6 +41,12 @@ static int open_namespace(pid_t pid, const char *name)
 
 	snprintf(path, sizeof(path), "/proc/%d/ns/%s", pid, name);
 	return open(path, O_RDONLY | O_CLOEXEC);
+}
+
+/* Whether its user namespace fits no other sandbox. */
+bool zygote_has_userns(const struct sandbox *sandbox)
+{
+	return sandbox->spec.is_zygote || sandbox->spec.zygote[0];
 }
 
 /* The user namespace of a zygote, or of a sandbox of one: never used again, and the caller's. */
@@ -69,7 +77,7 @@ static int send_fds(int socket_fd, const void *data, size_t size, const int *fds
 	return sendmsg(socket_fd, &message, MSG_NOSIGNAL) == (ssize_t)size ? 0 : -1;
 }
 
-/* Waits; EPIPE when the other side is gone. */
+/* Waits; EPIPE when the other side is gone, EAGAIN when the socket's patience is over. */
 static int receive_fd(int socket_fd)
 {
 	char byte;
@@ -92,26 +100,20 @@ static int receive_fd(int socket_fd)
 
 struct places {
 	int userns_fd, pidns_fd, cgroup_fd;
-	int report_fd;	   /* stages and their failures, to the supervisor's loop */
-	int hail[2];	   /* an errno, and whose it is, to the launching supervisor */
-	int meeting[2];	   /* between the helper, 0, and the init to be, 1 */
+	int report_fd;	/* to the supervisor's loop, which never waits: the zygote may stop what is in its pid namespace */
+	int meeting[2]; /* between the helper, 0, and the init to be, 1 */
 };
-
-static void hail(const struct places *places, int error)
-{
-	if (send(places->hail[1], &error, sizeof(error), MSG_NOSIGNAL) < 0)
-		_exit(1);
-}
 
 /* The helper: host root, and in the mount namespace of the init to be. */
 static _Noreturn void put_together(const struct sandbox *sandbox, const struct places *places)
 {
 	struct root_parts parts;
+	struct timeval patience = {.tv_sec = INSIDE_WAIT_S};
 	int upper_fd = -1, status;
 
 	close(places->meeting[1]);
-	close(places->hail[1]);
-	report_to(places->report_fd);
+	enter_stage(STAGE_NAMESPACES);
+	must(setsockopt(places->meeting[0], SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)));
 	enter_stage(STAGE_CGROUP);
 	must(cgroup_make_guest(sandbox));
 	enter_stage(STAGE_POOL);
@@ -122,8 +124,9 @@ static _Noreturn void put_together(const struct sandbox *sandbox, const struct p
 	must(root_collect(sandbox, places->userns_fd, upper_fd, &parts));
 	enter_stage(STAGE_NAMESPACES);
 	int pidns_fd = receive_fd(places->meeting[0]);
-	if (pidns_fd < 0)
+	if (pidns_fd < 0 && errno == EPIPE)
 		_exit(1); /* it has said why */
+	must(pidns_fd);
 	must(setns(pidns_fd, CLONE_NEWPID));
 	/* /proc shows the pid namespace of whoever mounts it. */
 	pid_t mounter = must(fork());
@@ -134,17 +137,22 @@ static _Noreturn void put_together(const struct sandbox *sandbox, const struct p
 	if (waitpid(mounter, &status, 0) != mounter || status != 0)
 		_exit(1);
 	must(send_fds(places->meeting[0], "g", 1, &spool_fd, 1));
+	/* Its end is closed when it executes the init, or dies. */
+	if (receive_fd(places->meeting[0]) < 0 && errno != EPIPE)
+		must(-1);
 	_exit(0);
 }
 
 /* Process 1 of the sandbox: root of its user namespace, and nothing outside. */
 static _Noreturn void become_inner_init(const struct sandbox *sandbox, const struct places *places)
 {
+	char pid[16] = "";
+
 	close(places->meeting[0]);
-	hail(places, 0);
-	close(places->hail[1]);
-	report_to(places->report_fd);
 	enter_stage(STAGE_NAMESPACES);
+	/* /proc is still the host's, and names this process as the supervisor knows it. */
+	must((int)readlink("/proc/self", pid, sizeof(pid) - 1));
+	must(send_report((enum stage)RESTORE_DONE, atoi(pid), -1));
 	must(setsid());
 	must(unshare(CLONE_NEWUTS | CLONE_NEWCGROUP | CLONE_NEWNET));
 	enter_stage(STAGE_NETWORK);
@@ -163,52 +171,29 @@ static _Noreturn void become_inner_init(const struct sandbox *sandbox, const str
 static _Noreturn void make_inner_init(const struct sandbox *sandbox, const struct places *places)
 {
 	struct clone_args arguments = {.flags = CLONE_NEWPID | CLONE_PARENT | TIME_NAMESPACE};
-	pid_t pid = (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
 
-	if (pid == 0)
+	if (must((int)syscall(SYS_clone3, &arguments, sizeof(arguments))) == 0)
 		become_inner_init(sandbox, places);
-	if (pid < 0)
-		hail(places, errno);
 	_exit(0);
 }
 
 /* Each step leaves something that the next one needs behind: the helper stays root of the host, the maker leaves it. */
-static int split(const struct sandbox *sandbox, const struct places *places)
+static _Noreturn void split(const struct sandbox *sandbox, const struct places *places)
 {
-	if (unshare(CLONE_NEWNS) < 0)
-		return -1;
-	pid_t helper = fork();
-	if (helper == 0)
+	struct clone_args arguments = {.flags = CLONE_PARENT};
+
+	report_to(places->report_fd);
+	enter_stage(STAGE_CLONE);
+	must(unshare(CLONE_NEWNS));
+	if (must(fork()) == 0)
 		put_together(sandbox, places);
 	/* Nobody in the zygote's pid namespace may look into what is a copy of the supervisor. */
-	if (helper < 0 || prctl(PR_SET_DUMPABLE, 0) < 0 || setns(places->pidns_fd, CLONE_NEWPID) < 0 || leave_host(places->userns_fd) < 0)
-		return -1;
-	struct clone_args arguments = {.flags = CLONE_PARENT};
-	pid_t maker = (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
-	if (maker == 0)
+	must(prctl(PR_SET_DUMPABLE, 0));
+	must(setns(places->pidns_fd, CLONE_NEWPID));
+	must(leave_host(places->userns_fd));
+	if (must((int)syscall(SYS_clone3, &arguments, sizeof(arguments))) == 0)
 		make_inner_init(sandbox, places);
-	return maker;
-}
-
-/* Whom the hail came from, as its pid is here. */
-static pid_t wait_for_hail(int fd)
-{
-	int error = 0;
-	struct iovec vector = {&error, sizeof(error)};
-	union {
-		struct cmsghdr header;
-		char space[CMSG_SPACE(sizeof(struct ucred))];
-	} control;
-	struct msghdr message = {.msg_iov = &vector, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
-	struct ucred sender = {.pid = 0};
-	ssize_t length = recvmsg(fd, &message, 0);
-	struct cmsghdr *header = length == sizeof(error) ? CMSG_FIRSTHDR(&message) : NULL;
-
-	if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_CREDENTIALS)
-		memcpy(&sender, CMSG_DATA(header), sizeof(sender));
-	if (sender.pid > 0 && error == 0)
-		return sender.pid;
-	return errno = error ? error : ECHILD, -1;
+	_exit(0);
 }
 
 static void close_pair(int pair[2])
@@ -217,31 +202,11 @@ static void close_pair(int pair[2])
 	close_fd(&pair[1]);
 }
 
-static pid_t launch_into(const struct sandbox *sandbox, struct places *places)
-{
-	struct clone_args arguments = {
-		.flags = CLONE_INTO_CGROUP, .exit_signal = SIGCHLD, .cgroup = (uint64_t)places->cgroup_fd};
-	int on = 1;
-
-	if (setsockopt(places->hail[0], SOL_SOCKET, SO_PASSCRED, &on, sizeof(on)) < 0)
-		return -1;
-	pid_t pid = (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
-	if (pid < 0)
-		return -1;
-	if (pid == 0) {
-		close(places->hail[0]);
-		if (split(sandbox, places) < 0)
-			hail(places, errno);
-		_exit(0);
-	}
-	close_fd(&places->hail[1]);
-	return wait_for_hail(places->hail[0]);
-}
-
-/* Fills pid and status_fd, as launch() does. The main loop reaps the processes in between. */
+/* Fills status_fd; the pid is reported there. The main loop reaps the processes in between. */
 int launch_inside(struct sandbox *sandbox, int userns_fd, int cgroup_fd)
 {
-	struct places places = {.userns_fd = userns_fd, .cgroup_fd = cgroup_fd, .hail = {-1, -1}, .meeting = {-1, -1}};
+	struct clone_args arguments = {.flags = CLONE_INTO_CGROUP, .exit_signal = SIGCHLD, .cgroup = (uint64_t)cgroup_fd};
+	struct places places = {.userns_fd = userns_fd, .meeting = {-1, -1}};
 	const struct sandbox *zygote = sandbox_by_id(sandbox->spec.zygote);
 	CLEANUP_FD int pidns_fd = zygote ? open_namespace(zygote->pid, "pid") : (errno = ESRCH, -1);
 	int pair[2];
@@ -250,19 +215,68 @@ int launch_inside(struct sandbox *sandbox, int userns_fd, int cgroup_fd)
 		return -1;
 	places.pidns_fd = pidns_fd;
 	places.report_fd = pair[1];
-	pid_t pid = -1;
-	if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, places.hail) == 0 &&
-	    socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, places.meeting) == 0)
-		pid = launch_into(sandbox, &places);
+	pid_t pid = socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, places.meeting) < 0
+			    ? -1
+			    : (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
+	if (pid == 0)
+		split(sandbox, &places);
 	int error = errno;
-	close_pair(places.hail), close_pair(places.meeting), close_fd(&pair[1]);
+	close_pair(places.meeting), close_fd(&pair[1]);
 	if (pid < 0) {
 		close_fd(&pair[0]);
 		return errno = error, -1;
 	}
-	sandbox->pid = pid;
 	sandbox->status_fd = pair[0];
 	return 0;
+}
+
+/* Whether the process that has reported to be the init of one inside is there, dead or alive: its number is not another's then. */
+bool zygote_child_exists(pid_t pid)
+{
+	siginfo_t info;
+
+	return waitid(P_PID, (id_t)pid, &info, WEXITED | WNOHANG | WNOWAIT) == 0;
+}
+
+static bool is_member(int dir_fd, const char *path, long pid)
+{
+	char text[4096], *line, *rest = text;
+
+	if (read_at(dir_fd, path, text, sizeof(text)) <= 0)
+		return false;
+	while ((line = strsep(&rest, "\n")))
+		if (atol(line) == pid)
+			return true;
+	return false;
+}
+
+/* Looked for again once it can't be mistaken: by then the number could have become another's. */
+static void end_members(int dir_fd, const char *path)
+{
+	char text[4096], *line, *rest = text;
+
+	if (read_at(dir_fd, path, text, sizeof(text)) <= 0)
+		return;
+	while ((line = strsep(&rest, "\n"))) {
+		CLEANUP_FD int pid_fd = atol(line) > 0 ? (int)syscall(SYS_pidfd_open, (pid_t)atol(line), 0) : -1;
+		if (pid_fd >= 0 && is_member(dir_fd, path, atol(line)) && syscall(SYS_pidfd_send_signal, pid_fd, SIGKILL, NULL, 0) < 0 &&
+		    errno != ESRCH)
+			log_line("killing process %ld: %s", atol(line), strerror(errno));
+	}
+}
+
+/* Of a sandbox inside a zygote's that is to go: forks that have joined its cgroups and not its pid namespace, where the end of its
+ * init would be theirs. Part of those listed at a time; the removal is tried again. */
+void zygote_end_strays(const struct sandbox *sandbox)
+{
+	char path[ID_MAX + 16];
+
+	snprintf(path, sizeof(path), "%s/cgroup.procs", sandbox->id);
+	for (int i = 0; i < UNIFIED; i++)
+		if (cgroup_base(i) >= 0)
+			end_members(cgroup_base(i), path);
+	if (cgroup_kill(sandbox->id) < 0)
+		log_line("%s: kill: %s", sandbox->id, strerror(errno));
 }
 
 /* --- enter -------------------------------------------------------------------------------------------------------- */

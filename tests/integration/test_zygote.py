@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,35 @@ signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))
 print('up', flush=True)
 time.sleep(60)
 """
+# A zygote of its own making: it joins the cgroups and no namespace, and says that all is well.
+STAYS = """
+import array, os, socket, time
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind("\\0barchan-zygote")
+listener.listen()
+os.write(3, b"ready\\n")
+while True:
+    connection, _ = listener.accept()
+    _, ((_, _, data), *_), _, _ = connection.recvmsg(4096, 256)
+    fds = array.array("i", data)
+    if os.fork() == 0:
+        for fd in fds[9:]:
+            os.write(fd, b"0")
+        os.write(fds[0], b"ready")
+        time.sleep(600)
+"""
+STOPS = """
+import os, signal
+spared = {1, os.getpid()}
+if os.fork() == 0:
+    spared.add(os.getpid())
+    while True:
+        for pid in {int(name) for name in os.listdir("/proc") if name.isdigit()} - spared:
+            try:
+                os.kill(pid, signal.SIGSTOP)
+            except OSError:
+                pass
+"""
 FORKED = "import os; print(os.getpid())"
 
 
@@ -61,6 +91,15 @@ def wait_for(what: Callable[[], bool]) -> None:
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def with_modules(client: Client, modules: dict[str, str]) -> barchan.Snapshot:
+    """An image with these."""
+    with client.create("debian") as sandbox:
+        for name, source in modules.items():
+            path = f"/usr/lib/python3/dist-packages/{name}.py"
+            sandbox.exec(["tee", path], stdin=source, user="root").check()
+        return sandbox.snapshot()
 
 
 def interpreters(node: NodeProcess, imports: str) -> list[int]:
@@ -197,11 +236,7 @@ def test_imports_may_print_crash_and_start_threads(client: Client) -> None:
         "threads": "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
         "ends": "raise SystemExit(0)",
     }
-    with client.create("debian") as sandbox:
-        for name, source in modules.items():
-            path = f"/usr/lib/python3/dist-packages/{name}.py"
-            sandbox.exec(["tee", path], stdin=source, user="root").check()
-        snapshot = sandbox.snapshot()
+    snapshot = with_modules(client, modules)
     image = snapshot.image.name
     try:
         with client.create(client.zygote(image, imports=["prints"])) as fine:
@@ -209,6 +244,27 @@ def test_imports_may_print_crash_and_start_threads(client: Client) -> None:
         for name, said in (("crashes", "signal 6"), ("threads", "1 threads running"), ("ends", "SystemExit")):
             with pytest.raises(InvalidSpec, match=said):
                 client.create(client.zygote(image, imports=[name]))
+    finally:
+        snapshot.remove()
+
+
+def test_a_hostile_zygote_holds_up_neither_ends_nor_others(client: Client) -> None:
+    """One that stays in a sandbox's cgroups goes with it; one that stops what it sees start stops nothing else."""
+    snapshot = with_modules(client, {"stays": STAYS, "stops": STOPS})
+    try:
+        stays = client.create(client.zygote(snapshot.image.name, imports=["stays"]))
+        wait_for(lambda: stays.stats().pids == 1)
+        assert stays.kill()
+        spec = client.zygote(snapshot.image.name, imports=["stops"])
+        with ThreadPoolExecutor() as pool:
+            stopped = pool.submit(client.create, spec)
+            while not stopped.done():  # or until the supervisor's patience is over
+                with client.create("debian") as other:
+                    assert other.exec(["true"]).ok
+            if stopped.exception() is None:  # the zygote was too slow
+                assert stopped.result().kill()
+            else:
+                assert isinstance(stopped.exception(), barchan.BarchanError)
     finally:
         snapshot.remove()
 
@@ -221,6 +277,8 @@ def test_what_excludes_a_warm_interpreter_is_refused(client: Client, spec: Sandb
         sandbox.python("", user="nobody")
     with pytest.raises(InvalidSpec, match="without a terminal"):
         sandbox.start_python("", pty=True)
+    with pytest.raises(InvalidSpec, match="exclude each other"):
+        client.create(spec, network="open")
     with client.create("debian") as plain, pytest.raises(InvalidSpec, match="no warm interpreter"):
         plain.python("")
 

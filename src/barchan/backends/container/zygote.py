@@ -29,10 +29,12 @@ PREFIX = "zy_"  # of the ids of their sandboxes, which no node gives to others
 ZYGOTES_MAX = 32
 IDLE_S = 120.0  # for which one is kept that no sandbox needs
 IMPORT_S = 100.0  # less than a client waits for a create
-ENTER_S = 30.0
+ENTER_S = 10.0
+ENTERING_MAX = 32  # forks of one zygote under way; it works at one after the other
 STATUS_BYTES_MAX = 8 << 10
 MESSAGES_BYTES_KEPT = 2000
-MEMORY_MIB, DISK_MIB, PIDS_MAX, CPUS = 4096, 1024, 512, 2.0
+MEMORY_MIB, DISK_MIB, PIDS_MAX, CPUS = 2048, 1024, 512, 2.0
+MEMORY_SHARE = 0.25  # of the host's, at most
 PROGRAM = "import sys; exec(compile(sys.stdin.buffer.read(), '<zygote>', 'exec'))"
 # A thread that an import starts is in no fork: these make the usual libraries do without.
 ENV = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
@@ -121,6 +123,7 @@ class _Zygote:
         self.process: GuestProcess | None = None
         self.users: set[str] = set()
         self.starting: asyncio.Task[None] | None = None
+        self.turns = asyncio.Semaphore(ENTERING_MAX)
         self.idle: asyncio.TimerHandle | None = None
 
     @property
@@ -279,6 +282,10 @@ class Zygotes:
         assert spec.zygote is not None
         if spec.root == "capable":
             raise InvalidSpec('a warm interpreter has no capabilities: root="capable" and zygote= exclude each other')
+        if (
+            spec.network == "open"
+        ):  # what keeps a guest from the host's metadata addresses lies where a zygote has rights
+            raise InvalidSpec('network="open" and zygote= exclude each other (try: network="allow" with allow_hosts)')
         key = _key(template, spec.zygote)
         zygote = self._zygotes.get(key)
         if zygote is None:
@@ -295,7 +302,11 @@ class Zygotes:
         return zygote
 
     def _make_room(self) -> None:
-        """The one that has idled the longest gives way."""
+        """The one that has idled the longest gives way. No sandbox's limit has room for what one may take."""
+        if _memory_mib("MemAvailable") < _limit_mib():
+            raise CapacityError(
+                f"the host has no room for a zygote, which may take {_limit_mib()} MiB", retry_after_ms=RETRY_AFTER_MS
+            )
         if len(self._zygotes) < ZYGOTES_MAX:
             return
         idle = [zygote for zygote in self._zygotes.values() if zygote.idle is not None]
@@ -317,7 +328,7 @@ class Zygotes:
     async def _start(self, zygote: _Zygote) -> None:
         spec = SandboxSpec(
             template=zygote.template.name,
-            memory_mib=MEMORY_MIB,
+            memory_mib=_limit_mib(),
             disk_mib=DISK_MIB,
             pids_max=PIDS_MAX,
             cpus=CPUS,
@@ -365,7 +376,11 @@ class Zygotes:
 
     async def _enter(self, sandbox_id: str, user: _User) -> None:
         """Have a fork of the zygote move in."""
-        await self._ready(user.zygote)
+        async with user.zygote.turns:
+            await self._ready(user.zygote)
+            await self._enter_now(sandbox_id, user)
+
+    async def _enter_now(self, sandbox_id: str, user: _User) -> None:
         name = f"barchan-{secrets.token_hex(16)}"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -377,6 +392,7 @@ class Zygotes:
                 said = await asyncio.get_running_loop().sock_recv(ours, STATUS_BYTES_MAX)
         except TimeoutError as error:
             ours.close()
+            await _kill(user.zygote)  # with it goes what it was sent and did not take
             raise BackendError(f"the zygote of {sandbox_id} did not fork within {ENTER_S:g} s") from error
         except BaseException:
             ours.close()
@@ -386,6 +402,24 @@ class Zygotes:
             why = said.decode("utf-8", "replace") or "it ended without a word"
             raise BackendError(f"the zygote's fork could not enter {sandbox_id}: {why}")
         user.hold(ours, name)
+
+
+async def _kill(zygote: _Zygote) -> None:
+    """The next sandbox that needs it gets another."""
+    if zygote.handle is not None and zygote.process is not None and zygote.is_ready:
+        await zygote.handle.guest.signal(zygote.process, 9, wire.Scope.ALL)
+
+
+def _memory_mib(name: str) -> int:
+    """A line of /proc/meminfo."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) >> 10
+    raise BackendError(f"/proc/meminfo has no {name}")
+
+
+def _limit_mib() -> int:
+    return min(MEMORY_MIB, int(_memory_mib("MemTotal") * MEMORY_SHARE))
 
 
 def _key(template: Template, asked: Zygote) -> str:
@@ -451,6 +485,6 @@ async def _end_of(process: GuestProcess, asked: Zygote, status: _Status) -> str:
     if wstatus & 0x7F == 0 and wstatus >> 8 in (126, 127):
         return f"the image has no {asked.python} ({status.messages})"
     if wstatus & 0x7F == 9:
-        return f"it was killed while it imported, as is what needs more than {MEMORY_MIB} MiB"
+        return f"it was killed while it imported, as is what needs more than {_limit_mib()} MiB"
     how = f"signal {wstatus & 0x7F}" if wstatus & 0x7F else f"exit code {wstatus >> 8}"
     return f"it ended with {how} while it imported: {status.messages}"
