@@ -22,6 +22,7 @@
 
 #define TIME_NAMESPACE 0x00000080 /* CLONE_NEWTIME; clone3 only */
 #define LISTEN_BACKLOG 16
+#define PORT_START "sys/net/ipv4/ip_unprivileged_port_start"
 
 int init_binary_fd = -1;
 static enum stage current_stage;
@@ -109,6 +110,16 @@ int listen_for_proxy(void)
 	return fd;
 }
 
+/* Through a /proc of its own: in one that all share, the kernel finds the name only after those of all other network namespaces,
+ * which takes 0.5 us for each. Who may not mount one goes that way. */
+static int open_low_ports(void)
+{
+	CLEANUP_FD int proc_fd = mount_new("proc", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC, NULL);
+	int fd = proc_fd < 0 && errno == EPERM ? AT_FDCWD : proc_fd;
+
+	return write_at(fd, fd == AT_FDCWD ? "/proc/" PORT_START : PORT_START, "0");
+}
+
 /* Loopback up, and no low ports: no guest has the capability to bind them. Returns the proxy's listener or -1. */
 int make_network(const struct spec *spec)
 {
@@ -120,7 +131,7 @@ int make_network(const struct spec *spec)
 	int fd = must(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
 	must(ioctl(fd, SIOCSIFFLAGS, &request));
 	close(fd);
-	must(write_at(AT_FDCWD, "/proc/sys/net/ipv4/ip_unprivileged_port_start", "0"));
+	must(open_low_ports());
 	return spec->network == NETWORK_PROXY ? listen_for_proxy() : -1;
 }
 
