@@ -276,7 +276,7 @@ class LayoutSink:
         await to_thread(self._put, path, blob)
 
     def _put(self, path: Path, blob: Descriptor) -> None:
-        with _replaced(self._path / _blob_name(blob)) as beside:
+        with _replaced(self._path / _blob_name(blob), makes_folders=True) as beside:
             shutil.copyfile(path, beside)
 
     async def finish(self, manifest: bytes) -> None:
@@ -299,7 +299,7 @@ class LayoutSink:
         return decode(data, Index, f"the index of {self._path}").manifests
 
     def _write(self, name: str, data: bytes) -> None:
-        with _replaced(self._path / name) as beside:
+        with _replaced(self._path / name, makes_folders=True) as beside:
             beside.write_bytes(data)
 
 
@@ -322,8 +322,8 @@ def write_archive(layout: Path, target: Path) -> None:
 
 
 @contextmanager
-def _replaced(target: Path) -> Iterator[Path]:
-    """A path beside a file, to write what is to take its place; folders above it are made.
+def _replaced(target: Path, *, makes_folders: bool = False) -> Iterator[Path]:
+    """A path beside a file, to write what is to take its place.
 
     Raises:
         Denied, CapacityError: It can't be written there, or the disk is full.
@@ -331,7 +331,8 @@ def _replaced(target: Path) -> Iterator[Path]:
     beside = target.with_name(f".{target.name}.new")
     try:
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            if makes_folders:
+                target.parent.mkdir(parents=True, exist_ok=True)
             yield beside
             beside.rename(target)
         except BaseException:

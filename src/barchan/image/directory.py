@@ -47,7 +47,14 @@ def import_directory(
 
 def check_tree(root: Path) -> None:
     """Raise `InvalidSpec` at the first entry that is no file, directory or symbolic link, or has an id out of range."""
-    pending = [os.fspath(root)]
+    try:
+        _check_tree(os.fspath(root))
+    except OSError as error:
+        raise InvalidSpec(f"{error.filename} can't be read: {error.strerror} (try: as another user)") from error
+
+
+def _check_tree(root: str) -> None:
+    pending = [root]
     while pending:
         with os.scandir(pending.pop()) as entries:
             for entry in entries:

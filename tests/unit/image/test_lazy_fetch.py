@@ -126,6 +126,32 @@ async def test_a_store_too_slow_for_a_run_gives_it_chunk_by_chunk(stored: Stored
     assert await stored.read(8 * CHUNK_BYTES, 6 * CHUNK_BYTES) == CONTENT[8 * CHUNK_BYTES : 14 * CHUNK_BYTES]
 
 
+async def test_nothing_is_asked_ahead_of_a_store_that_is_slow(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a run was too much: whoever waits has all that the store gives. Later it is tried again."""
+    real = Fetcher._ask
+    asked: list[range] = []
+
+    async def slow(fetcher: Fetcher, run: range) -> list[bytes]:
+        asked.append(run)
+        if len(run) > 1:
+            await asyncio.sleep(60)
+        return await real(fetcher, run)
+
+    monkeypatch.setattr(Fetcher, "_ask", slow)
+    assert await stored.read(0, 4 * CHUNK_BYTES) == CONTENT[: 4 * CHUNK_BYTES]
+    assert max(map(len, asked)) > 1
+    asked.clear()
+    for chunk in range(4, 12, 2):
+        await stored.read(chunk * CHUNK_BYTES, 2 * CHUNK_BYTES)
+    assert sorted(asked, key=lambda run: run.start) == [range(chunk, chunk + 1) for chunk in range(4, 12)]
+    monkeypatch.setattr(Fetcher, "_ask", real)
+    stored.fetcher._slow_until = 0.0
+    for chunk in range(12, 20, 2):
+        await stored.read(chunk * CHUNK_BYTES, 2 * CHUNK_BYTES)
+    while stored.layer.note(22) != PRESENT:  # read ahead
+        await asyncio.sleep(0.01)
+
+
 async def test_what_another_boot_left_is_checked(stored: Stored) -> None:
     """A chunk that is whole is used without the store; one that is not comes from there."""
     await stored.read(3 * CHUNK_BYTES, 2 * CHUNK_BYTES)

@@ -22,6 +22,7 @@ LOADS_AT_ONCE: Final = 4  # requests of one load, in order
 STREAMS_MAX: Final = 16  # readers in order that are told apart in one layer
 CORRUPT_MAX: Final = 2  # times that a chunk which is not what its index says is fetched again
 TOGETHER_SHARE: Final = 0.25  # of the time, for several chunks at once; then they are asked for singly
+SLOW_S: Final = 60.0  # nothing is asked for together or ahead after that took too long
 PAUSE_S: Final = 0.05
 PAUSE_S_MAX: Final = 2.0
 
@@ -87,6 +88,7 @@ class Fetcher:
         self._streams: list[_Stream] = []
         self._is_closed = False
         self._run_max = max(1, REQUEST_BYTES_MAX // index.chunk_bytes)
+        self._slow_until = 0.0  # of the event loop's clock
 
     async def read(self, offset: int, size: int) -> bytes:
         """Bytes of the layer, cut at its end.
@@ -149,7 +151,7 @@ class Fetcher:
         joined = {chunk: self._flying[chunk] for chunk in chunks if chunk in self._flying}
         missing = [chunk for chunk in chunks if chunk not in joined and self.layer.note(chunk) == ABSENT]
         own: dict[int, asyncio.Future[bytes]] = {}
-        for run in _runs(missing, self._run_max):
+        for run in _runs(missing, 1 if self._is_slow else self._run_max):
             own |= self._start(run)
         if missing or joined:
             self._read_ahead(chunks)
@@ -178,8 +180,15 @@ class Fetcher:
         else:
             self._traffic.cache.lose(self.layer, chunk)
 
+    @property
+    def _is_slow(self) -> bool:
+        """The store gives so little that what nobody waits for would keep it from those who wait."""
+        return asyncio.get_running_loop().time() < self._slow_until
+
     def _read_ahead(self, chunks: range) -> None:
         """Twice as far as the last time for who goes on where somebody left off; not at all for who comes anew."""
+        if self._is_slow:
+            return
         first, last = chunks.start, chunks.stop - 1
         for stream in self._streams:
             if stream.last <= first <= max(stream.ahead, stream.last + 1):
@@ -219,9 +228,11 @@ class Fetcher:
                     parts = await self._fetch(run, 0, began + TOGETHER_SHARE * wait_s)
                 else:
                     parts = await self._fetch(run, CORRUPT_MAX, began + wait_s)
-            except (BlobCorrupt, BlobUnavailable):
+            except (BlobCorrupt, BlobUnavailable) as error:
                 if len(run) == 1:
                     raise
+                if isinstance(error, BlobUnavailable):
+                    self._slow_until = asyncio.get_running_loop().time() + SLOW_S
                 await self._load_singly(run, futures, began + wait_s)
                 return
             for chunk, data in zip(run, parts, strict=True):
