@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         RequirementMissing,
         SandboxExpired,
         SandboxLost,
+        SetupFailed,
         SnapshotCorrupt,
         SnapshotIncompatible,
         TaskError,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         SandboxSpec,
         SandboxStats,
         Usage,
+        Zygote,
     )
     from barchan.model.snapshot_info import SnapshotInfo
     from barchan.model.tiers import TierChange, Waiting
@@ -196,6 +198,7 @@ __all__ = [
     "GuestWrecked",
     "CapacityError",
     "SandboxLost",
+    "SetupFailed",
     "NodeLost",
     "BootFailed",
     "InitDied",

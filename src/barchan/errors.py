@@ -3,6 +3,7 @@
     BarchanError                  code, fault, retryable, details
       CallerError                 fault=caller
         InvalidSpec NotFound Conflict Denied QuotaExceeded SandboxExpired NotSnapshotable SnapshotIncompatible
+        SetupFailed
       GuestError                  fault=policy; raised only by ExecResult.check()
         ExecFailed ExecTimeout OutputLimitExceeded GuestOutOfMemory GuestWrecked
       CapacityError               fault=platform, retryable: no room now, details["retry_after_ms"]
@@ -70,6 +71,12 @@ class NotSnapshotable(CallerError):
     """The guest holds something that can't be stored with its memory; the sandbox is as it was."""
 
     code = "not_snapshotable"
+
+
+class SetupFailed(CallerError):
+    """The script that was to make a new sandbox ready failed; the sandbox is gone. `details["exit_code"]`."""
+
+    code = "setup_failed"
 
 
 class SandboxExpired(CallerError):

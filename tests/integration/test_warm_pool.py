@@ -141,3 +141,25 @@ async def test_a_killed_node_leaves_no_slots(make_node: Callable[[], NodeProcess
         assert (await filled(client, 2)).ready == 2
         assert [info.sandbox_id for info in await client.list()] == [kept.id]
         await client.kill(labels={})
+
+
+async def test_a_set_up_runs_before_the_create_returns(client: AsyncClient) -> None:
+    """As the sandbox's user, in its directory; a fork has what it made, and does not run it again."""
+    await filled(client, 1)
+    script = "echo made >> /tmp/log; id -u >> /tmp/log"
+    async with await client.create("debian", user="root", setup=script, **SMALL) as sandbox:
+        assert (await sandbox.exec("cat /tmp/log")).text == "made\n0\n"
+        (child,) = await sandbox.fork(1)
+        assert isinstance(child, barchan.AsyncSandbox)
+        assert (await child.exec("cat /tmp/log")).text == "made\n0\n"
+        await child.kill()
+
+
+async def test_a_set_up_that_fails_takes_its_sandbox_along(client: AsyncClient) -> None:
+    """The error has the exit code and what the script said; nothing of the sandbox is left."""
+    with pytest.raises(barchan.SetupFailed, match="no such package") as failed:
+        await client.create("debian", setup="echo no such package; exit 7", **SMALL)
+    assert failed.value.details["exit_code"] == 7
+    with pytest.raises(barchan.SetupFailed, match=r"longer than 0\.3 s"):
+        await client.create("debian", setup="sleep 30", setup_timeout_s=0.3, **SMALL)
+    assert await client.list() == []

@@ -11,6 +11,7 @@ from barchan.cli import attached
 from barchan.cli.attached import exit_code, follow, print_end, terminal_size
 from barchan.cli.common import DEFAULTS, OK, Common, key_values, print_json
 from barchan.errors import InvalidSpec
+from barchan.model.sandbox import CpuClass
 
 KEEP_TTL_S = 3600.0
 Words = Annotated[tuple[str, ...], Parameter(consume_multiple=False, show_default=False)]
@@ -25,12 +26,14 @@ def run(
     tty: Annotated[bool, Parameter(name=("--tty", "-t"))] = False,
     memory_mib: int | None = None,
     cpus: float | None = None,
+    cpu_class: CpuClass | None = None,
     pids_max: int | None = None,
     disk_mib: int | None = None,
     network: Literal["none", "open"] | None = None,
     allow: Words = (),
     ttl_s: float | None = None,
     timeout_s: float | None = None,
+    setup: str | None = None,
     user: str | None = None,
     workdir: str | None = None,
     env: Words = (),
@@ -58,12 +61,14 @@ def run(
         tty: Give the command a terminal.
         memory_mib: Memory of the guest. [default: 512]
         cpus: CPU time per wall time. [default: 1]
+        cpu_class: batch runs only when no other sandbox wants the processor. [default: latency]
         pids_max: Processes and threads at once. [default: 512]
         disk_mib: What may be written. [default: 1024]
         network: [default: none]
         allow: A host the guest may reach by HTTP and HTTPS; may be repeated.
         ttl_s: Life of the sandbox in seconds. [default with --keep: 3600]
         timeout_s: Time for the command; then it is killed, and the exit code is 124.
+        setup: A shell script that runs first; if it fails, the sandbox is gone.
         user: User of the command. [default: the image's]
         workdir: Directory of the command. [default: the image's]
         env: KEY=VALUE; may be repeated.
@@ -75,11 +80,13 @@ def run(
         "layers": layer or None,
         "memory_mib": memory_mib,
         "cpus": cpus,
+        "cpu_class": cpu_class,
         "pids_max": pids_max,
         "disk_mib": disk_mib,
         "network": network,
         "allow": allow or None,
         "ttl_s": KEEP_TTL_S if keep and ttl_s is None else ttl_s,
+        "setup": setup,
         "user": user,
         "workdir": workdir,
         "env": key_values(env, "--env"),

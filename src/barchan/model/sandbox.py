@@ -56,8 +56,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         user: Default user of execs: `NAME`, `UID` or either with `:GROUP`; `root` is the guest's.
         root: `plain`: guest root has no power over other users' files. `capable`: it has, and may become them, as
             installers need it; what that costs is in docs/threat-model.md.
-        setup: A shell script that the sandbox's user runs in it before the create returns; if it fails, so does the create.
-            Forks of the sandbox don't run it again.
+        setup: A shell script that the sandbox's user runs in it before the create returns. If it fails, so does the
+            create. Forks of the sandbox don't run it again.
         create_id: Repeating a create with the same id gives the same sandbox.
         detach: The sandbox outlives its creator and ends by `ttl_s`, `idle_timeout_s` or kill.
         zygote: The sandbox has a warm interpreter, for `python()`, that shares the memory of what it has imported with

@@ -157,7 +157,7 @@ class Forks:
         fixed = (*_FIXED, *_FIXED_WITH_MEMORY) if asked.kind == "memory" else _FIXED
         if wrong := sorted(set(asked.changes) & set(fixed)):
             raise InvalidSpec(f"a fork can't change {', '.join(wrong)}: its children start as their parent is")
-        fields: dict[str, Any] = msgspec.to_builtins(live.spec) | asked.changes
+        fields: dict[str, Any] = msgspec.to_builtins(live.spec) | {"setup": None} | asked.changes
         for name in ("labels", "env"):
             own, added = getattr(live.spec, name), asked.changes.get(name, {})
             fields[name] = own | added if isinstance(added, dict) else added

@@ -37,6 +37,7 @@ class Live:
         self.attached = 0  # of those that only listen to output or changes
         self.maker: asyncio.Task[None] | None = None
         self.is_equipped = False
+        self.is_set_up = False
         self.unavailable: BarchanError | None = None  # why it was stopped while it booted
         self.handle: Handle
         self.defaults: Defaults

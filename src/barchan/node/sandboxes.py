@@ -23,6 +23,7 @@ from barchan.errors import (
     NodeLost,
     NotFound,
     SandboxExpired,
+    SetupFailed,
 )
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
@@ -39,6 +40,7 @@ from barchan.node.live import Live, Shells, identity
 from barchan.node.network import Network
 from barchan.node.policy_loop import Policy
 from barchan.node.processes import HOST_FULL
+from barchan.node.setup import set_up
 from barchan.node.snapshot_tree import SnapshotTree
 from barchan.node.tasks import Tasks
 from barchan.node.tiers import Tiers
@@ -210,6 +212,11 @@ class Sandboxes:
         if live.ending is not None:
             raise self._why_not(live.sandbox_id)
         self._hand_over(live, spec)
+        try:
+            await set_up(self, live)  # if the node was started again in the middle of that
+        except SetupFailed as error:
+            await self.end(live, f"create: {error}")
+            raise
         return live.info(self.node_id)
 
     def check(self, spec: SandboxSpec) -> None:
@@ -289,7 +296,8 @@ class Sandboxes:
                 self.journal.begin(live.sandbox_id, live.spec, live.template)
                 live.equip(await start(backend, live), is_new=True)
                 await self.finish_boot(live)
-                live.create_ms = (time.monotonic() - began) * 1e3
+            await set_up(self, live)
+            live.create_ms = (time.monotonic() - began) * 1e3
         except BaseException as error:
             failure = live.failure(error)
             self.create_failures_total += 1

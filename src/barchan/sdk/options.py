@@ -37,6 +37,8 @@ class CreateOptions(TypedDict, total=False):
     workdir: str | None
     hostname: str
     zygote: Zygote | None
+    setup: str | None
+    setup_timeout_s: float
     create_id: str | None
     lease_id: str | None
     detach: bool
