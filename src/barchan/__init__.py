@@ -112,6 +112,7 @@ _HOMES = {
         "ProcessInfo",
         "FileInfo",
         "FileChange",
+        "Zygote",
     ),
     "barchan.rollout.run": ("AsyncRun",),
     "barchan.rollout.group": ("AsyncGroup",),
@@ -162,6 +163,7 @@ __all__ = [
     "Observation",
     # values
     "SandboxSpec",
+    "Zygote",
     "SandboxInfo",
     "SandboxStats",
     "ExecResult",
