@@ -124,7 +124,8 @@ class ImageStore:
         names = [name for name in every if not name.startswith(MADE_PREFIXES)] or every
         more = f" and {len(names) - NAMES_TOLD} more" if len(names) > NAMES_TOLD else ""
         have = f"there are: {', '.join(names[:NAMES_TOLD])}{more}" if names else "the store is empty"
-        raise NotFound(f"no image {name_or_digest!r}; {have} (try: {BUILD_HINT})", template=name_or_digest)
+        hint = BUILD_HINT if name_or_digest == "debian" or not names else "barchan image pull, or one of these"
+        raise NotFound(f"no image {name_or_digest!r}; {have} (try: {hint})", template=name_or_digest)
 
     def layer_path(self, layer: Layer) -> Path:
         """Where a layer lies: a file to mount, or a directory."""
