@@ -7,7 +7,7 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak profile bench-images clean
+.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state clean
 
 setup:
 	@scripts/setup.sh
@@ -65,6 +65,22 @@ bench-images:
 	$(BIN)/python -m bench.images_read
 	$(BIN)/python -m bench.images_rebase
 	$(BIN)/python -m bench.images_density
+
+# Forks, warm creates, waking, density, a slow model, CPU classes and kills; most of an hour, on a quiet machine.
+STATE_OUT ?= runs/state-$(shell date +%Y%m%d-%H%M%S)
+bench-state: out := $(STATE_OUT)
+bench-state:
+	@scripts/setup.sh bench test plots
+	mkdir -p $(out)
+	$(BIN)/python -m bench.state_fork --by-hand --out $(out)/fork.json
+	$(BIN)/python -m bench.state_claim --out $(out)/claim.json
+	$(BIN)/python -m bench.state_resume --out $(out)/resume.json
+	$(BIN)/python -m bench.state_cpu --out $(out)/cpu.json
+	$(BIN)/python -m bench.state_waiting --out $(out)/waiting.json --picture $(out)/waiting.png
+	$(BIN)/python -m bench.state_density --way separate --count 2000 --out $(out)/separate.json
+	$(BIN)/python -m bench.state_density --way zygote --count 3000 --out $(out)/zygote.json
+	$(BIN)/python -m bench.state_density --way hibernated --count 10000 --out $(out)/hibernated.json
+	$(BIN)/python -m bench.state_kills --times 50 --out $(out)/kills.json
 
 clean:
 	rm -rf build dist src/barchan/_guest .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Brings a clone to the point where it runs: system packages, .venv, guest programs, base image.
-# Usage: scripts/setup.sh [bench] [llm] [test]
+# Usage: scripts/setup.sh [bench] [llm] [plots] [test]
 # Does only what is missing and says what it does; when all is there it says nothing and takes a second.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -62,6 +62,12 @@ make_image() {
 }
 
 # For memory snapshots; without it everything else runs.
+install_plots() {
+	if .venv/bin/python -c 'import matplotlib' 2>/dev/null; then return; fi
+	say "installing matplotlib into .venv"
+	.venv/bin/python -m pip --disable-pip-version-check -qq install -e '.[plots]' </dev/null
+}
+
 install_criu() {
 	[ "$(id -u)" = 0 ] || return 0
 	[ -e /var/lib/barchan/tools/criu/criu ] || say "installing CRIU (about half a minute)"
@@ -92,7 +98,7 @@ for want in "$@"; do
 	bench) peers+=(bwrap:bubblewrap crun:crun runc:runc) ;;
 	test) # what the tests compare with; nothing of it is needed to run
 		peers+=(fsck.erofs:erofs-utils skopeo:skopeo umoci:umoci crun:crun buildah:buildah docker-registry:docker-registry htpasswd:apache2-utils nginx:nginx-light) ;;
-	llm) ;;
+	llm | plots) ;;
 	*) die "unknown argument: $want" ;;
 	esac
 done
@@ -106,5 +112,6 @@ make_venv
 make --no-print-directory -s -C guest OUT="$PWD/src/barchan/_guest" CC="${CC:-gcc}" all
 case " $* " in *" llm "*) install_llm ;; esac
 case " $* " in *" test "*) install_stores ;; esac
+case " $* " in *" plots "*) install_plots ;; esac
 make_image
 install_criu
