@@ -150,6 +150,8 @@ class Pager:
             )
         finally:
             del self._served[served.sandbox_id]
+            if not self._served:
+                self._chunks.clear()
             self._finished.set()
 
     async def _before_end(self, sandbox_id: str, error: BaseException) -> None:

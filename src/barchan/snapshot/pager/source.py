@@ -35,6 +35,10 @@ class Chunks:
                 self._chunks.move_to_end((digest, chunk))
             return found
 
+    def clear(self) -> None:
+        with self._lock:
+            self._chunks.clear()
+
     def put(self, digest: str, chunk: int, content: bytes) -> Chunk:
         address = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value
         assert address is not None

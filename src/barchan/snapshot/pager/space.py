@@ -76,9 +76,8 @@ class Space:
             SpaceGone, SnapshotCorrupt
             OSError: The kernel refused something for another reason.
         """
-        while events := uffd.read(self.fd):
-            for event in events:
-                self._apply(event)
+        for event in uffd.read(self.fd):  # not to the last: programs can make more of them than anybody can read
+            self._apply(event)
         for address in list(self._wanted):
             if not self._answer(address):
                 return False
