@@ -8,6 +8,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from barchan.core.admission import check_budget, spent_in_s
+from barchan.core.summed import Summed
 from barchan.errors import Conflict, NotFound, SandboxExpired
 from barchan.model.node import Budget, LeaseInfo, LeaseRequest, LeaseUse
 from barchan.model.sandbox import SandboxSpec
@@ -29,9 +30,9 @@ class Lease:
         self.holders = 0
         self.ended = asyncio.Event()
         self.spent_s = spent_s  # by sandboxes that have ended
-        self.memory_mib: dict[str, int] = {}  # by sandbox, from its admission to its end
-        self.since: dict[str, float] = {}  # by sandbox, from when it was started or woken; none for those asleep
-        self.before_s: dict[str, float] = {}  # by sandbox, until it went to sleep the last time
+        self.memory_mib = Summed(0)  # by sandbox, from its admission to its end
+        self.since = Summed(0.0)  # by sandbox, from when it was started or woken; none for those asleep
+        self.before_s = Summed(0.0)  # by sandbox, until it went to sleep the last time
         self.grace: asyncio.TimerHandle | None = None
         self.spent: asyncio.TimerHandle | None = None
 
@@ -44,8 +45,8 @@ class Lease:
         now = asyncio.get_running_loop().time()
         return LeaseUse(
             sandboxes=len(self.memory_mib),
-            memory_mib=sum(self.memory_mib.values()),
-            sandbox_s=self.spent_s + sum(self.before_s.values()) + sum(now - since for since in self.since.values()),
+            memory_mib=self.memory_mib.total,
+            sandbox_s=self.spent_s + self.before_s.total + len(self.since) * now - self.since.total,
         )
 
     def info(self) -> LeaseInfo:
@@ -195,9 +196,9 @@ class Leases:
     def stand_still(self, lease_id: str | None, sandbox_id: str) -> None:
         """A sandbox uses no seconds while it is asleep; repeating is harmless."""
         lease = self._leases.get(lease_id or "")
-        if lease is not None and (since := lease.since.pop(sandbox_id, None)) is not None:
+        if lease is not None and (since := lease.since.pop(sandbox_id)) is not None:
             used_s = asyncio.get_running_loop().time() - since
-            lease.before_s[sandbox_id] = lease.before_s.get(sandbox_id, 0.0) + used_s
+            lease.before_s[sandbox_id] = (lease.before_s.pop(sandbox_id) or 0.0) + used_s
             self._watch(lease)
 
     def go_on(self, lease_id: str | None, sandbox_id: str) -> None:
@@ -210,10 +211,11 @@ class Leases:
     def leave(self, lease_id: str | None, sandbox_id: str) -> None:
         """A sandbox is gone; repeating is harmless."""
         lease = self._leases.get(lease_id or "")
-        if lease is None or lease.memory_mib.pop(sandbox_id, None) is None:
+        if lease is None or lease.memory_mib.pop(sandbox_id) is None:
             return
         now = asyncio.get_running_loop().time()
-        used_s = lease.before_s.pop(sandbox_id, 0.0) + now - lease.since.pop(sandbox_id, now)
+        used_s, since = lease.before_s.pop(sandbox_id) or 0.0, lease.since.pop(sandbox_id)
+        used_s += 0.0 if since is None else now - since
         if used_s:
             lease.spent_s += used_s
             self._journal.lease_use(lease.lease_id, lease.spent_s)
