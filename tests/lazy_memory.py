@@ -111,6 +111,7 @@ for step in (1, 3):
 server = socket.socket(socket.AF_UNIX)
 server.bind(folder + "/program.sock")
 server.listen(8)
+open(folder + "/ready", "w").close()
 while True:
     peer, _ = server.accept()
     for line in peer.makefile():
@@ -167,7 +168,7 @@ class Ground:
         code.write_text(PROGRAM)
         self._run(["setsid", "-f", "/usr/bin/python3", "-S", "-E", str(code), str(folder), str(mib)])
         deadline = time.monotonic() + 60
-        while not (folder / "program.sock").exists():
+        while not (folder / "ready").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
