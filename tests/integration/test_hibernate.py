@@ -97,6 +97,45 @@ async def test_requests_at_once_share_the_way_back(client: barchan.AsyncClient) 
     assert [result.text for result in results] == [f"{number}\n" for number in range(20)]
 
 
+async def test_one_that_waits_goes_to_disk_by_itself(client: barchan.AsyncClient) -> None:
+    """As its run has asked, once all that runs in it waits for its client; listening to it does not wake it."""
+    sandbox = await client.create("debian", memory_mib=128, waiting=barchan.Waiting(after_s=0.3))
+    python = await sandbox.start(["python3", "-u", "-c", PYTHON])
+    listening = asyncio.create_task(ask(python, "1 + 1", 0))
+    assert (await listening)[0] == "2"
+    shell = await sandbox.shell()
+    async with asyncio.timeout(60):
+        while (await sandbox.info()).phase != "hibernated":
+            await asyncio.sleep(0.05)
+    assert (await shell.run("echo on")).text == "on\n"
+    assert (await ask(python, "2 + 2", 2))[0] == "4"
+
+
+async def test_a_storm_to_disk_and_back(client: barchan.AsyncClient) -> None:
+    """A few at a time, each told of; one that a client waits for need not wait for the others' way back."""
+    made = [item async for item in client.create_many("debian", n=12, memory_mib=64, labels={"storm": "disk"})]
+    sandboxes = [item for item in made if isinstance(item, barchan.AsyncSandbox)]
+    changes = [change async for change in client.hibernate_many(labels={"storm": "disk"})]
+    assert {(change.tier, change.refused) for change in changes} == {("hibernated", "")}
+    assert len(changes) == len(sandboxes) == 12
+    woken: list[str] = []
+
+    async def resume() -> None:
+        async for change in client.resume_many(labels={"storm": "disk"}):
+            woken.append(change.sandbox_id)
+
+    resuming = asyncio.create_task(resume())
+    while not woken:
+        await asyncio.sleep(0.005)
+    waiting = [sandbox for sandbox in sandboxes if sandbox.id not in woken]
+    assert (await waiting[-1].exec("echo on")).text == "on\n"
+    before = len(woken)
+    await resuming
+    assert len(woken) == 12
+    assert before < 12
+    assert await client.kill(labels={"storm": "disk"}) == 12
+
+
 async def test_what_cannot_be_stored_stays_paused_and_says_why(client: barchan.AsyncClient) -> None:
     """A program that watches files through inotify, say."""
     sandbox = await client.create("debian", memory_mib=128)

@@ -30,7 +30,11 @@ async def bring(sandboxes: Sandboxes, chosen: Sequence[Live], tier: Tier) -> Asy
     done: asyncio.Queue[TierChange] = asyncio.Queue()
 
     async def one(live: Live) -> None:
-        done.put_nowait(await sandboxes.tiers.change(live, tier))
+        try:
+            done.put_nowait(await sandboxes.tiers.change(live, tier))
+        except Exception as error:  # a fault of the node: whoever counts the records must not wait for ever
+            done.put_nowait(TierChange(sandbox_id=live.sandbox_id, tier=live.rest.tier, refused=repr(error)))
+            raise
 
     for live in chosen:
         sandboxes.tasks.spawn(one(live))

@@ -112,7 +112,7 @@ class Tiers:
                 if live.ending is not None:
                     return
                 if live.phase == "hibernated":
-                    async with self.turns.wakes.turn(FIRST if live.requests else LAST):
+                    async with self.turns.wakes.turn(lambda: FIRST if live.requests else LAST):
                         await hibernate.restore(self._sandboxes, live)
                 elif live.phase == "paused":
                     self._sandboxes.journal.wake(live.sandbox_id)
@@ -155,9 +155,8 @@ class Tiers:
         if tier == "running":
             await self.awake(live)
             return
-        rank = FIRST if is_asked else LAST
         if live.rest.tier == "running":
-            async with self.turns.pauses.turn(rank):
+            async with self.turns.pauses.turn(lambda: FIRST if is_asked else LAST):
                 await self._go_down(live, "paused", is_asked, lambda: self._pause(live, is_asked))
         if tier == "paged_out":
             await self._deeper(live, tier, is_asked, self.turns.page_outs, self._page_out)
@@ -208,7 +207,7 @@ class Tiers:
                 raise Conflict(f"it stays awake: {TURNED_ROUND}")
             await down(live)
 
-        async with queue.turn(FIRST if is_asked else LAST):
+        async with queue.turn(lambda: FIRST if is_asked else LAST):
             await self._go_down(live, tier, is_asked, from_paused)
 
     async def _pause(self, live: Live, is_asked: bool) -> None:

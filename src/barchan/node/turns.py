@@ -1,49 +1,53 @@
 """Who moves next: bounds on moves at once, with those that a client waits for first."""
 
 import asyncio
-import heapq
 import itertools
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 FIRST, LAST = 0, 1
 
 
 class Queue:
-    """At most `at_once` inside; of those who wait, lower ranks first, and within one in the order they came."""
+    """At most `at_once` inside; of those who wait, lower ranks first, and within one in the order they came.
+
+    A rank is asked for when a place is free: somebody may have come to wait for one that nobody waited for.
+    """
 
     def __init__(self, at_once: int) -> None:
         self._free = at_once
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: dict[int, tuple[Callable[[], int], asyncio.Future[None]]] = {}
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def turn(self, rank: int = FIRST) -> AsyncIterator[None]:
+    async def turn(self, rank: Callable[[], int] = lambda: FIRST) -> AsyncIterator[None]:
         """Wait for a place, and hold it inside."""
         if self._free > 0:
             self._free -= 1
         else:
+            number = next(self._numbers)
             place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (rank, next(self._numbers), place))
+            self._waiting[number] = (rank, place)
             try:
                 await place
             except asyncio.CancelledError:
                 if place.done() and not place.cancelled():
                     self._pass_on()
                 raise
+            finally:
+                self._waiting.pop(number, None)
         try:
             yield
         finally:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        while self._waiting:
-            *_, place = heapq.heappop(self._waiting)
-            if not place.done():
-                place.set_result(None)
-                return
-        self._free += 1
+        waiting = [(rank(), number) for number, (rank, place) in self._waiting.items() if not place.done()]
+        if not waiting:
+            self._free += 1
+            return
+        self._waiting.pop(min(waiting)[1])[1].set_result(None)
 
 
 class Turns:

@@ -28,7 +28,7 @@ async def test_the_waited_for_come_first() -> None:
     queue, order = Queue(1), []
 
     async def one(name: str, rank: int) -> None:
-        async with queue.turn(rank):
+        async with queue.turn(lambda: rank):
             order.append(name)
 
     async with queue.turn():
@@ -59,3 +59,19 @@ async def test_who_goes_away_leaves_its_place() -> None:
     async with asyncio.timeout(5):
         await waiting[2]
         await one()
+
+
+async def test_one_that_comes_to_be_waited_for_comes_first() -> None:
+    """Though it had lined up with those that nobody waits for."""
+    queue, order, ranks = Queue(1), [], [LAST, LAST, LAST]
+
+    async def one(index: int) -> None:
+        async with queue.turn(lambda: ranks[index]):
+            order.append(index)
+
+    async with queue.turn():
+        tasks = [asyncio.create_task(one(index)) for index in range(3)]
+        await asyncio.sleep(0)
+        ranks[2] = FIRST
+    await asyncio.gather(*tasks)
+    assert order == [2, 0, 1]
