@@ -21,7 +21,7 @@ from barchan.cli.common import (
     print_table,
 )
 from barchan.cli.run import Words
-from barchan.errors import NotFound
+from barchan.errors import InvalidSpec, NotFound
 from barchan.model.snapshot_info import SnapshotInfo, SnapshotKind
 
 app = App(name="snapshot", help_format="plaintext")
@@ -152,6 +152,8 @@ def rm(*snapshots: str, common: Common = DEFAULTS) -> int:
     Args:
         snapshots: Their ids.
     """
+    if not snapshots:
+        raise InvalidSpec("give the ids of snapshots")
     missing = []
     with barchan.connect(**common.connection) as client:
         for snapshot_id in snapshots:
