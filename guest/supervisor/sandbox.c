@@ -198,8 +198,8 @@ static void start_removal(struct sandbox *sandbox)
 	/* The end of PID 1 is the end of every process of its namespace, frozen ones included. */
 	if (sandbox->pid && kill(sandbox->pid, SIGKILL) < 0)
 		log_line("%s: kill: %s", sandbox->id, strerror(errno));
-	/* CRIU and what it has made so far; the removal waits until they are gone. */
-	if (memory_restores(sandbox) && cgroup_kill(sandbox->id) < 0)
+	/* CRIU, or what is left of what it has made so far; the removal waits until they are gone. */
+	if (sandbox->state == SANDBOX_STARTING && cgroup_kill(sandbox->id) < 0)
 		log_line("%s: kill: %s", sandbox->id, strerror(errno));
 	sandbox->state = SANDBOX_REMOVING;
 	if (!sandbox->pid)

@@ -359,10 +359,16 @@ int make_network(const struct spec *spec);
 void reset_signals(void);
 int receive_report(int fd, struct launch_report *report, int *passed_fd);
 
+/* criu_child.c */
+/* What CRIU itself needs: beside the guest's limits while it restores, and of its own while it dumps. */
+#define CRIU_MEMORY_BYTES (UINT64_C(128) << 20)
+#define CRIU_PIDS 64u
+_Noreturn void criu_dump(const struct sandbox *sandbox, const char *group, int job_fd);
+_Noreturn void criu_restore(const struct sandbox *sandbox, int userns_fd, const struct restore *restore);
+
 /* memory.c */
 int memory_dump(struct sandbox *sandbox, int job_fd, uint64_t seconds, const struct waiter *waiter);
 int memory_restore(struct sandbox *sandbox, int userns_fd, int cgroup_fd, const struct restore *restore);
-bool memory_restores(const struct sandbox *sandbox);
 bool memory_dumps(const struct sandbox *sandbox);
 void memory_forget(const struct sandbox *sandbox);
 bool memory_reaped(pid_t pid, int wstatus);

@@ -219,11 +219,16 @@ class Lab:
         return handle
 
     async def start(
-        self, handle: ContainerHandle, process_id: str, argv: list[str], flags: wire.StartFlag = wire.StartFlag.STDIN
+        self,
+        handle: ContainerHandle,
+        process_id: str,
+        argv: list[str],
+        flags: wire.StartFlag = wire.StartFlag.STDIN,
+        user: str = "1000",
     ) -> Talker:
         reader = Taken()
         start = wire.Start(
-            process_id=process_id, argv=argv, user="1000", cwd="/tmp", flags=flags | wire.StartFlag.FOLLOW,
+            process_id=process_id, argv=argv, user=user, cwd="/tmp", flags=flags | wire.StartFlag.FOLLOW,
             env={"PATH": "/usr/bin:/bin", "TERM": "dumb"},
         )  # fmt: skip
         return Talker(await handle.guest.start(start, reader), reader, 0)

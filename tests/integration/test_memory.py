@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import os
+import re
 import signal
 import struct
 import time
@@ -15,7 +16,7 @@ import pytest_asyncio
 from barchan.backends.container.backend import ContainerHandle
 from barchan.errors import BootFailed, InitDied, NotSnapshotable, SnapshotCorrupt
 from barchan.wire import guest as wire
-from tests.integration.memory_lab import Lab, Talker
+from tests.integration.memory_lab import PROGRAM, Lab, Talker
 
 pytestmark = pytest.mark.requires("root", "cgroup", "userns", "mkfs.btrfs", "criu")
 NS_GET_OWNER_UID = 0xB704
@@ -85,10 +86,18 @@ async def test_every_kind_of_state_lives_on_in_two_copies(lab: Lab) -> None:
             assert os.WTERMSIG((await again.process.ended).wstatus) == signal.SIGKILL
 
 
-def _mounts(pid: int) -> list[tuple[str, str, str]]:
-    """Point, options and type of each mount that a process sees, but for the options of the root's own file system."""
-    rows = [line.split(" - ") for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
-    return sorted((left.split()[4], left.split()[5], right.split()[0]) for left, right in rows)
+def _mounts(pid: int) -> list[tuple[str, ...]]:
+    """Point, options, type and the file system's own options of each mount that a process sees; ids as inside."""
+    uid_base = int(Path(f"/proc/{pid}/uid_map").read_text().split()[1])
+    found = []
+    for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
+        left, right = line.split(" - ")
+        kind, _, options = right.split(" ", 2)
+        inside = re.sub(r"([ug]id)=(\d+)", lambda match: f"{match[1]}={int(match[2]) - uid_base}", options)
+        if left.split()[4] == "/dev/shm":  # the host's at first, the sandbox's own root's when CRIU has made it
+            inside = inside.removesuffix(",uid=0,gid=0")
+        found.append((left.split()[4], left.split()[5], kind, "" if kind == "overlay" else inside))
+    return sorted(found)
 
 
 def _protection(pid: int) -> tuple[int, bool, list[str]]:
@@ -197,6 +206,21 @@ async def test_what_copies_must_not_share_is_wiped(lab: Lab) -> None:
     in_child = "(lambda pid: os._exit(any(area[:4])) if pid == 0 else os.waitpid(pid, 0)[1])(os.fork())"
     assert await again.ask(copy.guest, in_child) == 0
     assert await again.ask(copy.guest, "bytes(area[:4])") == b"next"
+
+
+async def test_a_capable_root_is_no_more_and_no_less_so(lab: Lab) -> None:
+    """The capabilities that a build's root has are there again, and no others, for it and for what it starts."""
+    handle = await lab.create(root="capable")
+    program = await lab.start(handle, "program", ["/usr/bin/python3", "-c", PROGRAM], user="root")
+    seen = await program.ask(handle.guest, STATUS)
+    assert int(seen[2], 16) != 0
+    memory = await lab.dump(handle, "capable")
+    copy = await lab.restore("sb_copy", memory, cut="capable", root="capable")
+    again = await lab.again(copy, "program", program.mark)
+    assert await again.ask(copy.guest, STATUS) == seen
+    assert await again.ask(copy.guest, "os.chown('/tmp', 1000, 1000)") is None
+    fresh = await lab.start(copy, "fresh", ["/bin/grep", "CapBnd", "/proc/self/status"], user="root")
+    assert (await fresh.reader.line()).split()[1] == seen[2]
 
 
 async def test_a_restore_that_fails_leaves_nothing(lab: Lab) -> None:
