@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 import barchan
+from barchan.cli.main import main
 from tests.nodes import NodeProcess
 
 pytestmark = [pytest.mark.requires("root", "cgroup", "criu"), pytest.mark.timeout(180)]
@@ -134,6 +135,34 @@ async def test_a_storm_to_disk_and_back(client: barchan.AsyncClient) -> None:
     assert len(woken) == 12
     assert before < 12
     assert await client.kill(labels={"storm": "disk"}) == 12
+
+
+def test_commands(node: NodeProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """`barchan pause`, `hibernate` and `resume`, by id and by label, say where each is and what that freed."""
+    url = f"unix://{node.socket}"
+    with barchan.connect(url) as client, client.create("debian", memory_mib=64, labels={"by": "hand"}) as sandbox:
+        for words, said in (
+            (["pause", sandbox.id], "paused"),
+            (["hibernate", "--label", "by=hand"], "hibernated"),
+            (["resume", sandbox.id], "running"),
+            (["pause", sandbox.id, "--page-out"], "paused"),
+            (["hibernate", sandbox.id], "hibernated"),
+        ):
+            code = main([*words, "--url", url])
+            out = capsys.readouterr().out
+            assert out.startswith(f"{sandbox.id}  ")
+            assert said in out or "--page-out" in words
+            assert code == (1 if "no swap" in out else 0)
+        assert main(["hibernate", sandbox.id, "--push", "--url", url]) == 1
+        assert "no blob store" in capsys.readouterr().out
+        assert main(["resume", "--url", url]) == 2
+        assert main(["resume", "--adopt", "--all", "--url", url]) == 2
+        capsys.readouterr()
+        assert main(["resume", "--label", "by=nobody", "--url", url]) == 0
+        assert "no sandboxes" in capsys.readouterr().out
+        assert main(["resume", sandbox.id, "--json", "--url", url]) == 0
+        assert '"tier":"running"' in capsys.readouterr().out
+        assert sandbox.exec("echo on").text == "on\n"
 
 
 async def test_what_cannot_be_stored_stays_paused_and_says_why(client: barchan.AsyncClient) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from barchan.errors import BarchanError, BlobUnavailable, Conflict, NotFound, RequirementMissing, TransportError
+from barchan.errors import BarchanError, BlobUnavailable, Conflict, NotFound, TransportError
 from barchan.image.blobs import BlobStore
 from barchan.image.template import Template
 from barchan.node import hibernate
@@ -31,10 +31,10 @@ def store_of(sandboxes: "Sandboxes") -> BlobStore:
     """The node's blob store.
 
     Raises:
-        RequirementMissing: It was started without.
+        Conflict: It was started without.
     """
     if sandboxes.templates.remote is None:
-        raise RequirementMissing("this node has no blob store (try: barchan up --store URL)")
+        raise Conflict("this node has no blob store (try: barchan up --store URL)")
     return sandboxes.templates.remote.blobs
 
 
@@ -42,7 +42,7 @@ async def push(sandboxes: "Sandboxes", live: Live) -> None:
     """Send a hibernated sandbox to the store, from where any node may take it; it stays here as well.
 
     Raises:
-        Conflict: It is not hibernated, or somebody waits for it. RequirementMissing: The node has no store.
+        Conflict: It is not hibernated, somebody waits for it, or the node has no store.
         BlobUnavailable: The store is slow or dead. CapacityError, Denied, InvalidSpec: It takes nothing.
     """
     store = store_of(sandboxes)
@@ -126,7 +126,7 @@ async def adopt(sandboxes: "Sandboxes", sandbox_id: str, lease_id: str | None) -
     """Take a sandbox from the store, hibernated; one that is here already is given as it is.
 
     Raises:
-        NotFound: The store has no such sandbox. Conflict: Another node has it, or it has ended.
+        NotFound: The store has no such sandbox. Conflict: Another node has it, it has ended, or there is no store.
         CapacityError, QuotaExceeded: It does not fit here. BlobUnavailable: The store is slow or dead.
     """
     if (live := sandboxes.live.get(sandbox_id)) is not None and live.ending is None:

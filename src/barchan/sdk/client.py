@@ -258,7 +258,8 @@ class Client:
             detach: It outlives this client.
 
         Raises:
-            NotFound: The store has no such sandbox. Conflict: Another node has it, or it has ended.
+            NotFound: The store has no such sandbox.
+            Conflict: Another node has it, it has ended, or the node has no store.
             SnapshotIncompatible: Told by its first use: this host can't run what that one has stored.
         """
         return Sandbox(run(self._twin.adopt(sandbox_id, detach=detach)))

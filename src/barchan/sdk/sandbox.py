@@ -151,8 +151,8 @@ class Sandbox:
         """Send it, hibernated, to the node's blob store, from where another node may take it: `client.adopt(id)`.
 
         Raises:
-            Conflict: It is not hibernated, or somebody wants it awake.
-            RequirementMissing: The node has no store. BlobUnavailable: The store is slow or dead.
+            Conflict: It is not hibernated, somebody wants it awake, or the node has no store.
+            BlobUnavailable: The store is slow or dead.
         """
         return run(self._twin.push())
 

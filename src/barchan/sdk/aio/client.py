@@ -363,7 +363,8 @@ class AsyncClient:
             detach: It outlives this client.
 
         Raises:
-            NotFound: The store has no such sandbox. Conflict: Another node has it, or it has ended.
+            NotFound: The store has no such sandbox.
+            Conflict: Another node has it, it has ended, or the node has no store.
             SnapshotIncompatible: Told by its first use: this host can't run what that one has stored.
         """
         asked = AdoptRequest(lease_id=None if detach else await self._lease.ensure())

@@ -195,8 +195,8 @@ class AsyncSandbox:
         """Send it, hibernated, to the node's blob store, from where another node may take it: `client.adopt(id)`.
 
         Raises:
-            Conflict: It is not hibernated, or somebody wants it awake.
-            RequirementMissing: The node has no store. BlobUnavailable: The store is slow or dead.
+            Conflict: It is not hibernated, somebody wants it awake, or the node has no store.
+            BlobUnavailable: The store is slow or dead.
         """
         return await self._move(PUSH)
 
