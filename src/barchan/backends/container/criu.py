@@ -84,7 +84,8 @@ def version_of(command: Sequence[str]) -> str:
 def reason(log: str) -> tuple[str, str]:
     """What of a guest's CRIU could not store, in plain words ("" if that is not known), and its own first error."""
     errors = [words for words in re.findall(r"Error \([^)]*\): (.*)", log) if not words.startswith(_HARMLESS)]
-    first = errors[0][:REASON_CHARS_MAX] if errors else log.strip()[-REASON_CHARS_MAX:]
+    said = "" if "Error (" in log else log.strip()  # by the loader, or by the shell of a wrapper
+    first = errors[0][:REASON_CHARS_MAX] if errors else said[-REASON_CHARS_MAX:]
     for error in errors:
         for pattern, words in REASONS:
             if re.search(pattern, error, re.IGNORECASE):
