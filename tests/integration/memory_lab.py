@@ -175,8 +175,8 @@ class Lab:
             shutil.rmtree(path)
         return leaves + await asyncio.to_thread(self.watch.settle, files=FILES)
 
-    async def kill_criu(self, group: str, mark: bytes) -> None:
-        """As soon as it runs in that group, with that word."""
+    async def reached(self, group: str, mark: bytes) -> int:
+        """The pid of CRIU as soon as it runs in that group, with that word."""
         path = _unified() / "barchan" / self.watch.cgroup / group / "cgroup.procs"
         async with asyncio.timeout(WAIT_S):
             while True:
@@ -184,8 +184,21 @@ class Lab:
                 for pid in path.read_text().split() if path.exists() else []:
                     with suppress(FileNotFoundError, ProcessLookupError):
                         if mark in Path(f"/proc/{pid}/cmdline").read_bytes():
-                            os.kill(int(pid), signal.SIGKILL)
-                            return
+                            return int(pid)
+
+    async def kill_criu(self, group: str, mark: bytes) -> None:
+        os.kill(await self.reached(group, mark), signal.SIGKILL)
+
+    async def restart(self) -> None:
+        """As after the death of a node: the supervisor and the sandboxes are there, nothing else of the backend is."""
+        await self.backend.close()
+        self.handles.clear()
+        self.backend = ContainerBackend(self.state_dir, self.store)
+        await self.open()
+
+    async def adopt(self, name: str) -> ContainerHandle:
+        self.handles.append(await self.backend.adopt(name, self.spec(), self.template))
+        return self.handles[-1]
 
     def cgroups(self) -> list[Path]:
         """Of sandboxes and of CRIU, in every hierarchy."""

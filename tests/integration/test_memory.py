@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from barchan.backends.container.backend import ContainerHandle
-from barchan.errors import BootFailed, InitDied, NotSnapshotable, SnapshotCorrupt
+from barchan.errors import BarchanError, BootFailed, InitDied, NotSnapshotable, SnapshotCorrupt
+from barchan.node.open_network import OpenNetwork
 from barchan.wire import guest as wire
 from tests.integration.memory_lab import PROGRAM, Lab, Talker
 
@@ -259,6 +260,36 @@ async def test_a_dump_whose_criu_is_killed_ends_the_sandbox(lab: Lab) -> None:
     async with asyncio.timeout(20):
         await handle.ended
     assert not (lab.state_dir / "memory-killed").exists()
+
+
+async def test_a_node_that_dies_over_a_dump_loses_nothing(lab: Lab) -> None:
+    """What it had asked for comes to its end without it; the next one waits for that, and the sandbox goes on."""
+    handle = await lab.create()
+    program = await lab.program(handle)
+    assert await program.ask(handle.guest, "count()") == 1
+    dump = asyncio.create_task(lab.dump(handle, "orphan", keep=True))
+    await lab.reached("sb_one.criu", b"--tree")
+    await lab.restart()
+    with pytest.raises(BarchanError):
+        await dump
+    assert await lab.backend.found() == ["sb_one"]
+    adopted = await lab.adopt("sb_one")
+    again = await lab.again(adopted, "program", program.mark)
+    assert await again.ask(adopted.guest, "count()") == 2
+
+
+@pytest.mark.requires("slirp4netns")
+async def test_an_open_network_is_a_new_one(lab: Lab) -> None:
+    """Its namespace is handed over as that of a new sandbox is, and it can be connected."""
+    handle = await lab.create(network="open")
+    program = await lab.program(handle)
+    memory = await lab.dump(handle, "open")
+    copy = await lab.restore("sb_copy", memory, cut="open", network="open")
+    assert copy.netns is not None
+    again = await lab.again(copy, "program", program.mark)
+    async with OpenNetwork(copy.netns):
+        assert "tap0" in await again.ask(copy.guest, "[name for _, name in socket.if_nameindex()]")
+        assert await again.ask(copy.guest, "called()[0]") == b"over tcp"
 
 
 async def test_a_proxy_is_there_again_and_an_open_connection_through_it_refuses(lab: Lab) -> None:
