@@ -40,7 +40,9 @@ class _Kernel:
         files = {BROKEN: _File(error), WHOLE: _File(None)}
         self._ours = ours.detach()
         device = Device(self._ours, files.get, lambda unique, *_: self.missed.put(unique), self.ended.set)
+        before = set(threading.enumerate())
         device.start()
+        self._threads = set(threading.enumerate()) - before
         self.socket.recv(4096)  # asks for what somebody else took
 
     def ask(self, unique: int, opcode: int, node_id: int, body: bytes) -> None:
@@ -52,6 +54,8 @@ class _Kernel:
     def end(self) -> None:
         self.socket.close()
         assert self.ended.wait(10)
+        for thread in self._threads:  # one that still reads would take what comes to the next one of that number
+            thread.join(10)
         os.close(self._ours)
 
 
