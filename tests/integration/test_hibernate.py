@@ -1,7 +1,9 @@
 """Hibernation, with real sandboxes and CRIU: processes go to disk with their memory, and come back as they were."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -24,6 +26,27 @@ libc.inotify_add_watch(libc.inotify_init(), b"/tmp", 2)
 print("on", flush=True)
 time.sleep(600)
 """
+
+
+class Quiet(BaseHTTPRequestHandler):
+    """Answers every GET."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+@pytest.fixture
+def http_server() -> Iterator[str]:
+    """HOST:PORT of one on this host, where no sandbox looks by itself."""
+    with ThreadingHTTPServer(("127.0.0.2", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.2:{server.server_port}"
+        server.shutdown()
 
 
 @pytest.fixture
@@ -196,6 +219,50 @@ async def test_they_outlive_the_node(make_node: Callable[[], NodeProcess]) -> No
         assert answer == "1001"
         await sandbox.hibernate()
         await client.kill(labels={})
+
+
+async def test_a_node_that_has_only_such_may_end(make_node: Callable[[], NodeProcess]) -> None:
+    """With its supervisor; whoever wants the sandbox starts the next one, which has it."""
+    node = make_node()
+    node.start("--idle-exit-s", "1")
+    async with barchan.connect_async(f"unix://{node.socket}") as client:
+        sandbox = await client.create("debian", memory_mib=64, detach=True, ttl_s=600)
+        process = await sandbox.start(["cat"])
+        await sandbox.hibernate()
+    assert node.process is not None
+    node.process.wait(60)
+    node.process = None
+    node.start()
+    async with barchan.connect_async(f"unix://{node.socket}") as client:
+        sandbox = await client.attach(sandbox.id)
+        assert (await sandbox.info()).phase == "hibernated"
+        await sandbox.process(process.id).write_stdin("on\n", eof=True)
+        assert [data async for _, _, data in sandbox.process(process.id).output()] == [b"on\n"]
+        assert await sandbox.kill()
+
+
+async def test_its_way_out_comes_back_with_it(client: barchan.AsyncClient, http_server: str) -> None:
+    """Through the proxy of a sandbox with `allow`, from a program that knew it before."""
+    sandbox = await client.create("debian", memory_mib=128, allow=[http_server])
+    code = "import sys, urllib.request as r\nfor l in sys.stdin: print(r.urlopen(l.strip()).status, flush=True)"
+    process = await sandbox.start(["python3", "-u", "-c", code])
+    answer, at = await ask(process, f"http://{http_server}/", 0)
+    assert answer == "200"
+    await sandbox.hibernate()
+    answer, _ = await ask(process, f"http://{http_server}/", at)
+    assert answer == "200"
+
+
+async def test_an_open_network_comes_back_with_it(client: barchan.AsyncClient) -> None:
+    """Its interface, its resolver, and programs in it."""
+    sandbox = await client.create("debian", memory_mib=64, network="open")
+    shell = await sandbox.shell()
+    look = "cat /etc/resolv.conf; cat /proc/net/route | wc -l"
+    before = (await shell.run(look)).text
+    await sandbox.hibernate()
+    async with asyncio.timeout(30):
+        while (await shell.run(look)).text != before:
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("after_s", [0.03, 0.12])

@@ -210,7 +210,8 @@ async def remove(sandboxes: "Sandboxes", live: Live) -> None:
     """Of one that has ended: what it has on disk."""
     if live.rest.stored is not None:
         sandboxes.tiers.stored -= 1
-        await asyncio.to_thread(sandboxes.shelf.remove, live.rest.stored.snapshot_id)
+        snapshot_id, live.rest.stored = live.rest.stored.snapshot_id, None
+        await asyncio.to_thread(sandboxes.shelf.remove, snapshot_id)
     for image in live.rest.images:
         await remove_image(sandboxes, image)
     await away.retire(sandboxes, live)

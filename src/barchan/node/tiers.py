@@ -132,7 +132,7 @@ class Tiers:
         live.rest.tier = "running"
         live.rest.freed_bytes, live.rest.is_asked = 0, False
         live.rest.refused, live.rest.can_be_stored = "", True
-        live.rest.look_at = 0.0
+        live.rest.look_at, live.rest.cpu_s = 0.0, -1.0  # one that was on disk counts its CPU anew
         live.clock.go_on()
         live.rest.woken.set()
         self._sandboxes.leases.go_on(live.spec.lease_id, live.sandbox_id)
