@@ -160,8 +160,8 @@ def outside_connections(pid: int, network: str) -> list[str]:
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with suppress(FileNotFoundError):  # no IPv6 in this kernel
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-                _, local, remote, state, *_rest = line.split()
-                if int(state, 16) not in _ESTABLISHED:
+                _, local, remote, state, _, _, _, _, _, inode, *_ = line.split()
+                if int(state, 16) not in _ESTABLISHED or inode == "0":  # closed, and nobody's any more
                     continue
                 if network == "proxy" and PROXY_PORT in (_address(local, family)[1], _address(remote, family)[1]):
                     found.append("the proxy")
