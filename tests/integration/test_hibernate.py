@@ -102,11 +102,11 @@ async def test_one_that_is_killed_on_disk_leaves_nothing(client: barchan.AsyncCl
 async def test_an_exec_and_its_deadline_outlast_hibernation(client: barchan.AsyncClient) -> None:
     """Whoever waits for it waits on: its time goes on when the sandbox does."""
     sandbox = await client.create("debian", memory_mib=64)
-    program = "i=0; while [ $i -lt 30 ]; do sleep 0.05; i=$((i+1)); done; echo done"
-    running = asyncio.create_task(sandbox.exec(program, timeout_s=4))
-    await asyncio.sleep(0.4)
+    program = "i=0; while [ $i -lt 10 ]; do sleep 0.05; i=$((i+1)); done; echo done"
+    running = asyncio.create_task(sandbox.exec(program, timeout_s=2))
+    await asyncio.sleep(0.2)
     await sandbox.hibernate()
-    await asyncio.sleep(4)
+    await asyncio.sleep(2)
     assert not running.done()
     await sandbox.resume()
     result = await running
@@ -265,7 +265,7 @@ async def test_an_open_network_comes_back_with_it(client: barchan.AsyncClient) -
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("after_s", [0.03, 0.12])
+@pytest.mark.parametrize("after_s", [0.02, 0.08])
 async def test_a_node_killed_on_the_way_loses_nothing(make_node: Callable[[], NodeProcess], after_s: float) -> None:
     """Down and up, killed at one point or another: the next node has each sandbox, awake or not, as it was."""
     node = make_node()

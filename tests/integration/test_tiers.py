@@ -108,15 +108,15 @@ async def test_an_exec_that_is_paused_goes_on_with_what_was_left_of_its_time(cli
     """Deadlines of the node stand still, and so does the wall time of the result."""
     sandbox = await client.create("debian")
     program = "i=0; while [ $i -lt 20 ]; do sleep 0.05; i=$((i+1)); done; echo done"
-    running = asyncio.create_task(sandbox.exec(program, timeout_s=3))
-    await asyncio.sleep(0.3)
+    running = asyncio.create_task(sandbox.exec(program, timeout_s=2))
+    await asyncio.sleep(0.2)
     await sandbox.pause()
-    await asyncio.sleep(3.2)
+    await asyncio.sleep(2.1)
     assert not running.done()
     await sandbox.resume()
     result = await running
     assert (result.timed_out, result.text) == (False, "done\n")
-    assert result.usage.wall_s < 3
+    assert result.usage.wall_s < 2.2
 
 
 async def test_a_ttl_stands_still(client: barchan.AsyncClient) -> None:
@@ -161,10 +161,10 @@ async def test_what_runs_for_somebody_is_not_stopped(client: barchan.AsyncClient
     """An exec that sleeps, and a program whose end somebody waits for, both longer than the policy waits."""
     waiting = barchan.Waiting(after_s=0.2, hibernate=False, page_out=False)
     sandbox = await client.create("debian", waiting=waiting)
-    assert (await sandbox.exec("sleep 1.5; echo done")).text == "done\n"
-    process = await sandbox.start("sleep 1.5; echo done")
+    assert (await sandbox.exec("sleep 0.9; echo done")).text == "done\n"
+    process = await sandbox.start("sleep 0.9; echo done")
     assert (await process.wait(timeout_s=20)).exit_code == 0
-    process = await sandbox.start("sleep 1.5; echo done")
+    process = await sandbox.start("sleep 0.9; echo done")
     assert [data async for _, _, data in process.output()] == [b"done\n"]
 
 

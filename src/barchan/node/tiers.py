@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from barchan.core.density import step
 from barchan.core.hibernation import Waits
 from barchan.core.lifecycle import Fact, next_phase
 from barchan.errors import BackendError, BarchanError, CapacityError, Conflict, NotSnapshotable, RequirementMissing
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 DEPTH: dict[Tier, int] = {"running": 0, "paused": 1, "paged_out": 2, "hibernated": 3}
 LEASES_KEPT_MAX = 1024
+MEMORY_WAIT_S = 15.0  # of a wake, for memory
+MEMORY_LOOK_S = 0.25
 TURNED_ROUND = "a request came for it"
 ENDED = "it has ended"
 
@@ -113,6 +116,7 @@ class Tiers:
                     return
                 if live.phase == "hibernated":
                     async with self.turns.wakes.turn(lambda: FIRST if live.requests else LAST):
+                        await self._wait_for_memory()
                         await hibernate.restore(self._sandboxes, live)
                 elif live.phase == "paused":
                     self._sandboxes.journal.wake(live.sandbox_id)
@@ -123,6 +127,15 @@ class Tiers:
         finally:
             rest.waking = None
             rest.wanted.clear()
+
+    async def _wait_for_memory(self) -> None:
+        """Nothing comes back from disk while the host has next to none left; meanwhile the policy frees some."""
+        loop = asyncio.get_running_loop()
+        reserve_mib, until = self._sandboxes.admission.limits.memory_reserve_mib, loop.time() + MEMORY_WAIT_S
+        while step(pressure(), reserve_mib) == "evict":
+            if loop.time() > until:
+                raise CapacityError("the host has no memory for what comes back from disk", retry_after_ms=2000)
+            await asyncio.sleep(MEMORY_LOOK_S)
 
     def went_up(self, live: Live) -> None:
         """It runs again: its clocks do, too."""

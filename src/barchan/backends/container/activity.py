@@ -15,21 +15,19 @@ _CALLS = {"x86_64": (0, (61, 247)), "aarch64": (63, (260, 95))}
 _FED = re.compile(r"pipe:\[\d+\]|/dev/pts/\d+|/\d+")  # a pty is shown without its directory where that is out of reach
 
 
-def activity(guest: str, cpu_s: float) -> Activity:
+def activity(guest: str, threads: int, cpu_s: float) -> Activity:
     """How a guest's programs are.
 
     Args:
         guest: The directory of its group in the version 2 hierarchy.
+        threads: How many there are, as the kernel counts them.
         cpu_s: That they have used.
     """
-    threads, waiting = 0, True
-    for pid in pids(guest):
-        for thread in _threads(pid):
-            threads += 1
-            if threads > THREADS_MAX:
-                return Activity(has_programs=True, waits_for_client=False, cpu_s=cpu_s)
-            waiting = waiting and _waits(pid, thread)
-    return Activity(has_programs=threads > 0, waits_for_client=waiting, cpu_s=cpu_s)
+    if threads > THREADS_MAX:
+        return Activity(has_programs=True, waits_for_client=False, cpu_s=cpu_s)
+    found = [(pid, thread) for pid in pids(guest) for thread in _threads(pid)]
+    waiting = all(_waits(pid, thread) for pid, thread in found[: 2 * THREADS_MAX])
+    return Activity(has_programs=bool(found), waits_for_client=waiting, cpu_s=cpu_s)
 
 
 def pids(guest: str) -> list[int]:

@@ -74,4 +74,5 @@ class Resting:
 
     def activity(self) -> Activity:
         """See `Handle.activity`."""
-        return activity(self._counters.guest, self._counters.cpu_s())
+        stats = self._counters.stats()
+        return activity(self._counters.guest, stats.pids, stats.cpu_s)
