@@ -86,7 +86,8 @@ class Watch:
 
     def _cgroup_dirs(self) -> list[Path]:
         roots = [CGROUPS, *(path for path in CGROUPS.iterdir() if path.is_dir())]
-        return [path for root in roots if (path := root / "barchan" / self.cgroup).exists()]
+        tops = [root / top for root in roots for top in ("barchan", "barchan-batch")]
+        return [path for top in tops if (path := top / self.cgroup).exists()]
 
     def _loop_devices(self) -> list[str]:
         found = []

@@ -25,7 +25,7 @@
 static struct {
 	const char *name;
 	int mount_fd, base_fd; /* the hierarchy's root, and /barchan/NAME in it; -1: absent */
-} hierarchies[HIERARCHIES] = {{"memory", -1, -1}, {"pids", -1, -1}, {"cpu", -1, -1}, {"unified", -1, -1}};
+} hierarchies[HIERARCHIES] = {{"memory", -1, -1}, {"pids", -1, -1}, {"cpu", -1, -1}, {"cpu of batch", -1, -1}, {"unified", -1, -1}};
 static bool pure_v2;
 static char super_options[256]; /* of the version 2 hierarchy, as found */
 static bool moves_favoured;
@@ -42,7 +42,20 @@ static int base(int hierarchy)
 
 int cgroup_base(int hierarchy)
 {
-	return base(hierarchy);
+	return hierarchy == BATCH ? -1 : base(hierarchy);
+}
+
+static const char *top(int hierarchy)
+{
+	return hierarchy == BATCH ? "barchan-batch" : "barchan";
+}
+
+/* Version 1: whether a leaf is in this hierarchy. What runs as batch is beside all else of the host, not only beside this node's. */
+static bool has_leaf(int hierarchy, const struct sandbox *sandbox, enum leaf leaf)
+{
+	bool is_batch = leaf == LEAF_GUEST && sandbox->spec.batch && base(BATCH) >= 0;
+
+	return base(hierarchy) >= 0 && (hierarchy == BATCH ? is_batch : hierarchy != CPU || !is_batch);
 }
 
 bool cgroup_is_v2(void)
@@ -56,6 +69,14 @@ bool cgroup_has(const char *controller)
 		if (strcmp(hierarchies[i].name, controller) == 0)
 			return pure_v2 || base(i) >= 0;
 	return false;
+}
+
+static int write_leaf(int fd, const char *name, const char *file, const char *text)
+{
+	char path[2 * LEAF_PATH_MAX];
+
+	snprintf(path, sizeof(path), "%s/%s", name, file);
+	return write_at(fd, path, text);
 }
 
 /* --- start and end ------------------------------------------------------------------------------------------------ */
@@ -109,6 +130,8 @@ static int find_mounts(void)
 		log_line("no hierarchy has the memory and pids controllers");
 		return errno = ENOENT, -1;
 	}
+	if (!pure_v2 && hierarchies[CPU].mount_fd >= 0 && faccessat(hierarchies[CPU].mount_fd, "cpu.idle", F_OK, 0) == 0)
+		hierarchies[BATCH].mount_fd = fcntl(hierarchies[CPU].mount_fd, F_DUPFD_CLOEXEC, 0);
 	return 0;
 }
 
@@ -119,10 +142,10 @@ static int remove_stale(int hierarchy)
 	int64_t deadline_ns = monotonic_ns() + STALE_WAIT_NS;
 	int mount_fd = hierarchies[hierarchy].mount_fd;
 
-	snprintf(path, sizeof(path), "barchan/%s/cgroup.kill", options.cgroup);
+	snprintf(path, sizeof(path), "%s/%s/cgroup.kill", top(hierarchy), options.cgroup);
 	if (hierarchy == UNIFIED && faccessat(mount_fd, path, F_OK, 0) == 0 && write_at(mount_fd, path, "1") < 0)
 		return -1;
-	snprintf(path, sizeof(path), "barchan/%s", options.cgroup);
+	snprintf(path, sizeof(path), "%s/%s", top(hierarchy), options.cgroup);
 	while (remove_tree_at(mount_fd, path, true) < 0) {
 		if (errno != EBUSY || monotonic_ns() > deadline_ns)
 			return -1;
@@ -136,9 +159,11 @@ static int make_base(int hierarchy)
 	char path[PATH_MAX];
 	int mount_fd = hierarchies[hierarchy].mount_fd;
 
-	if (mkdirat(mount_fd, "barchan", 0755) < 0 && errno != EEXIST)
+	if (mkdirat(mount_fd, top(hierarchy), 0755) < 0 && errno != EEXIST)
 		return -1;
-	snprintf(path, sizeof(path), "barchan/%s", options.cgroup);
+	if (hierarchy == BATCH && write_leaf(mount_fd, top(BATCH), "cpu.idle", "1") < 0)
+		return -1;
+	snprintf(path, sizeof(path), "%s/%s", top(hierarchy), options.cgroup);
 	if (mkdirat(mount_fd, path, 0755) < 0)
 		return -1;
 	hierarchies[hierarchy].base_fd = openat(mount_fd, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -193,7 +218,7 @@ int cgroup_open(void)
 			continue;
 		if (remove_stale(i) < 0 || make_base(i) < 0)
 			return -1;
-		if (i != UNIFIED && (mkdirat(base(i), "init", 0755) < 0 || write_at(base(i), "init/cgroup.procs", "0") < 0))
+		if (i != UNIFIED && i != BATCH && (mkdirat(base(i), "init", 0755) < 0 || write_at(base(i), "init/cgroup.procs", "0") < 0))
 			return -1;
 	}
 	favour_moves();
@@ -207,16 +232,16 @@ void cgroup_close(void)
 	if (moves_favoured && reconfigure(false) < 0)
 		log_line("setting the cgroup mount back: %s", strerror(errno));
 
-	snprintf(path, sizeof(path), "barchan/%s", options.cgroup);
 	for (int i = 0; i < HIERARCHIES; i++) {
 		if (base(i) < 0)
 			continue;
-		if (i != UNIFIED && write_at(hierarchies[i].mount_fd, "cgroup.procs", "0") < 0)
+		snprintf(path, sizeof(path), "%s/%s", top(i), options.cgroup);
+		if (i != UNIFIED && i != BATCH && write_at(hierarchies[i].mount_fd, "cgroup.procs", "0") < 0)
 			log_line("leaving the %s cgroup: %s", hierarchies[i].name, strerror(errno));
 		if (remove_tree_at(hierarchies[i].mount_fd, path, true) < 0)
 			log_line("removing the %s cgroup: %s", hierarchies[i].name, strerror(errno));
 		/* Shared by every node of the host; the last one out removes it. */
-		unlinkat(hierarchies[i].mount_fd, "barchan", AT_REMOVEDIR);
+		unlinkat(hierarchies[i].mount_fd, top(i), AT_REMOVEDIR);
 	}
 }
 
@@ -226,14 +251,6 @@ void cgroup_close(void)
 static void leaf_name(const struct sandbox *sandbox, enum leaf leaf, char name[ID_MAX + 16])
 {
 	snprintf(name, ID_MAX + 16, "%s%s", sandbox->id, leaf == LEAF_PLATFORM ? ".platform" : "");
-}
-
-static int write_leaf(int fd, const char *name, const char *file, const char *text)
-{
-	char path[2 * LEAF_PATH_MAX];
-
-	snprintf(path, sizeof(path), "%s/%s", name, file);
-	return write_at(fd, path, text);
 }
 
 /* Scheduled like a program of the class SCHED_IDLE: only when no other wants the processor. Kernels before 5.15 know the
@@ -269,9 +286,9 @@ static int limit_v1(int hierarchy, const char *name, const struct limits *limits
 		return write_leaf(base(PIDS), name, "pids.max", text);
 	default:
 		snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->cpu_us);
-		if (limits->cpu_us && write_leaf(base(CPU), name, "cpu.cfs_quota_us", text) < 0)
+		if (limits->cpu_us && write_leaf(base(hierarchy), name, "cpu.cfs_quota_us", text) < 0)
 			return -1;
-		return limits->batch ? be_batch(base(CPU), name, "cpu.shares", "2") : 0;
+		return limits->batch && hierarchy == CPU ? be_batch(base(CPU), name, "cpu.shares", "2") : 0;
 	}
 }
 
@@ -311,7 +328,7 @@ static int limit_leaf(const struct sandbox *sandbox, enum leaf leaf, const struc
 
 	leaf_name(sandbox, leaf, name);
 	for (int i = 0; i < UNIFIED && !pure_v2; i++)
-		if (base(i) >= 0 && limit_v1(i, name, limits) < 0)
+		if (has_leaf(i, sandbox, leaf) && limit_v1(i, name, limits) < 0)
 			return -1;
 	leaf_path(sandbox, leaf, path);
 	return pure_v2 ? limit_v2(path, limits) : 0;
@@ -323,7 +340,7 @@ static int make_leaf(const struct sandbox *sandbox, enum leaf leaf)
 
 	leaf_name(sandbox, leaf, name);
 	for (int i = 0; i < UNIFIED && !pure_v2; i++)
-		if (base(i) >= 0 && mkdirat(base(i), name, 0755) < 0)
+		if (has_leaf(i, sandbox, leaf) && mkdirat(base(i), name, 0755) < 0)
 			return -1;
 	leaf_path(sandbox, leaf, path);
 	if (mkdirat(base(UNIFIED), path, 0755) < 0)
@@ -386,7 +403,7 @@ int cgroup_make_group(const char *name, uint64_t memory_bytes, uint64_t pids)
 int cgroup_enter_guest(const struct sandbox *sandbox)
 {
 	for (int i = 0; i < UNIFIED && !pure_v2; i++)
-		if (base(i) >= 0 && write_leaf(base(i), sandbox->id, "cgroup.procs", "0") < 0)
+		if (has_leaf(i, sandbox, LEAF_GUEST) && write_leaf(base(i), sandbox->id, "cgroup.procs", "0") < 0)
 			return -1;
 	return pure_v2 ? write_leaf(base(UNIFIED), sandbox->id, "guest/cgroup.procs", "0") : 0;
 }
@@ -408,7 +425,7 @@ int cgroup_open_leaf(const struct sandbox *sandbox, enum leaf leaf, struct leaf_
 	/* A program is one thread when it joins, and moving a thread by `tasks` needs no lock on all of its process. */
 	snprintf(path, sizeof(path), "%s/tasks", name);
 	for (int i = 0; i < UNIFIED && !pure_v2; i++) {
-		if (base(i) < 0)
+		if (!has_leaf(i, sandbox, leaf))
 			continue;
 		int fd = openat(base(i), path, O_WRONLY | O_CLOEXEC);
 		if (fd < 0)

@@ -91,8 +91,8 @@ void slots_create(const char *id, const struct spec *spec, const struct waiter *
 {
 	struct sandbox *slot = sandbox_by_id(id);
 
-	if (slot && (spec->capable_root || *spec->cut || *spec->zygote || spec->is_zygote)) {
-		reply_error(waiter, stage_name(STAGE_SLOT), EINVAL, "a slot has neither files, nor a capable root, nor a warm interpreter");
+	if (slot && (spec->capable_root || spec->batch || *spec->cut || *spec->zygote || spec->is_zygote)) {
+		reply_error(waiter, stage_name(STAGE_SLOT), EINVAL, "a slot has no files, no capable root, no warm interpreter, and is not batch");
 		return;
 	}
 	totals.claimed += slot != NULL;

@@ -275,7 +275,7 @@ void userns_keep(unsigned slot, pid_t pid);
 void userns_release_slot(unsigned slot);
 
 /* cgroup.c */
-enum { MEMORY, PIDS, CPU, UNIFIED, HIERARCHIES };
+enum { MEMORY, PIDS, CPU, BATCH, UNIFIED, HIERARCHIES };
 int cgroup_base(int hierarchy); /* the node's group in it, or -1 */
 int cgroup_limit_guest(const struct sandbox *sandbox);
 int cgroup_make_group(const char *name, uint64_t memory_bytes, uint64_t pids);

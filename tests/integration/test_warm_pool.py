@@ -73,11 +73,11 @@ async def test_a_burst_larger_than_the_pool(client: AsyncClient) -> None:
 
 
 async def test_what_a_create_asks_for_is_there(client: AsyncClient) -> None:
-    """User, environment, limits, network and processor class of one that was claimed, and its files may be kept."""
+    """User, environment, limits and network of one that was claimed, and its files may be kept."""
     await filled(client, 2)
     before = (await client.pool()).claimed_total
     async with await client.create(
-        "debian", env={"A": "b"}, user="root", pids_max=20, memory_mib=64, cpu_class="batch", allow=["example.org"]
+        "debian", env={"A": "b"}, user="root", pids_max=20, memory_mib=64, allow=["example.org"]
     ) as sandbox:
         assert (await client.pool()).claimed_total == before + 1
         assert (await sandbox.exec("echo $A; id -u; echo $http_proxy")).check().text.split()[:2] == ["b", "0"]

@@ -266,7 +266,8 @@ class Supervisor:
     def cgroups(self) -> list[Path]:
         """Its directory in each hierarchy. A guest's process would keep one from being removed."""
         roots = (CGROUPS, *(path for path in CGROUPS.iterdir() if path.is_dir()))
-        return [path for root in roots if (path := root / "barchan" / self.name).exists()]
+        tops = [root / top for root in roots for top in ("barchan", "barchan-batch")]
+        return [path for top in tops if (path := top / self.name).exists()]
 
     def cgroup_leaves(self) -> set[str]:
         """Directories of sandboxes, in any hierarchy."""

@@ -102,22 +102,23 @@ def test_limits_are_those_of_the_claim(supervisor: Supervisor, client: Client) -
             assert files[0].read_text() == files[1].read_text()
 
 
-@pytest.mark.parametrize(("cpu", "expected"), [("latency", "0"), ("batch", "1")])
-def test_processor_classes(supervisor: Supervisor, client: Client, cpu: str, expected: str) -> None:
-    """A batch sandbox runs when nobody else wants to; its init is not part of that. Warm and cold alike."""
+def test_a_batch_sandbox_runs_beside_all_else(supervisor: Supervisor, client: Client) -> None:
+    """Its programs are in a group that runs when nothing else of the host wants to; its init and slots are not."""
     (slot,) = ready(client, 1)
-    claim(client, slot, cpu=cpu)
-    client.create("cold", cpu=cpu)
-    for group in (slot, "cold"):
-        files = [
-            path
-            for path in (
-                CGROUPS / "cpu" / "barchan" / supervisor.name / group / "cpu.idle",
-                CGROUPS / "barchan" / supervisor.name / group / "guest" / "cpu.idle",
-            )
-            if path.exists()
-        ]
-        assert [path.read_text().strip() for path in files] == [expected] * len(files)
+    claim(client, slot, cpu="latency")
+    batch = client.create("batch", cpu="batch")
+    if not (CGROUPS / "cpu" / "cpu.idle").exists():
+        assert (CGROUPS / "barchan" / supervisor.name / "batch/guest/cpu.idle").read_text() == "1\n"
+        return
+    assert (CGROUPS / "cpu/barchan-batch/cpu.idle").read_text() == "1\n"
+    handle, _, _ = batch.connection.start("job", ["sleep", "60"], user="0:0", env={"PATH": "/bin"})
+    assert handle
+    assert (CGROUPS / "cpu/barchan-batch" / supervisor.name / "batch/tasks").read_text().split()
+    assert not (CGROUPS / "cpu/barchan" / supervisor.name / "batch").exists()
+    assert (CGROUPS / "cpu/barchan" / supervisor.name / slot / "cpu.idle").read_text() == "0\n"
+    init = Path(f"/proc/{batch.pid}/cgroup").read_text()
+    assert f"/barchan/{supervisor.name}/init" in init
+    assert "barchan-batch" not in init
 
 
 def test_networks(client: Client) -> None:
@@ -177,7 +178,7 @@ def test_a_slot_that_died_is_not_handed_out(supervisor: Supervisor, client: Clie
     assert client.sandboxes[-1].text("echo alive") == "alive"
 
 
-@pytest.mark.parametrize("changes", [{"root": "capable"}])
+@pytest.mark.parametrize("changes", [{"root": "capable"}, {"cpu": "batch"}])
 def test_what_a_slot_cant_be_is_refused(client: Client, changes: dict[str, str]) -> None:
     """The slot stays what it is."""
     (slot,) = ready(client, 1)

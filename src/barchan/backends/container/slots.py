@@ -41,7 +41,7 @@ class ContainerSlots:
             self._lent.discard(sandbox_id)
 
     def take(self, spec: SandboxSpec) -> str | None:
-        if not self._ready or spec.root != "plain" or spec.zygote is not None:
+        if not self._ready or spec.root != "plain" or spec.cpu_class != "latency" or spec.zygote is not None:
             return None
         sandbox_id, _ = self._ready.popitem()  # the newest: most of it is still in the processors' caches
         self._lent.add(sandbox_id)
