@@ -162,6 +162,10 @@ class Ground:
         """Of the programs, in this test's namespace; zombies are not among them."""
         return [int(pid) for pid in (self.group / "cgroup.procs").read_text().split()]
 
+    def is_empty(self) -> bool:
+        """Whether all pids but the first are free."""
+        return [name for name in os.listdir(f"/proc/{self._init}/root/proc") if name.isdigit()] == ["1"]
+
     def start(self, folder: Path, mib: int) -> None:
         """Start the program, and wait until it answers."""
         code = folder / "program.py"

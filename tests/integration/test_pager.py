@@ -60,7 +60,7 @@ class Dumped:
     async def gone(self) -> None:
         """Wait until no program is left."""
         async with asyncio.timeout(30):
-            while self.ground.pids():
+            while not self.ground.is_empty():
                 await asyncio.sleep(0.02)
 
     def was_wrong(self) -> bool:

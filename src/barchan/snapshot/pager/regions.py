@@ -94,6 +94,21 @@ class Regions:
         index = bisect_right(self._parts, address, key=_start)
         return min(length, self._parts[index].start - address) if index < len(self._parts) else length
 
+    def overlap(self, start: int, end: int) -> bool:
+        """Whether anything between two addresses belongs to a part."""
+        return bisect_right(self._parts, start, key=_end) < bisect_left(self._parts, end, key=_start)
+
+    def add(self, other: "Regions") -> None:
+        """Take in what of another record lies where this one has nothing."""
+        for part in other._parts:
+            at = part.start
+            while at < part.end:
+                length = self.gap(at, part.end - at)
+                if length:
+                    self._parts.insert(bisect_left(self._parts, at, key=_start), part.cut(at, at + length))
+                found = self.find(at + length) if at + length < part.end else None
+                at = found.end if found else at + length
+
     def drop(self, start: int, end: int) -> None:
         """Forget the pages between two addresses: they are in place, or gone."""
         self._take(start, end)

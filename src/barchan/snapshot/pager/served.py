@@ -14,8 +14,9 @@ from barchan.errors import BackendError
 from barchan.snapshot.form import CHUNK_PAGES, ZEROS
 from barchan.snapshot.pager.handover import Handover
 from barchan.snapshot.pager.keeper import KILL_S, Group, Keeper
+from barchan.snapshot.pager.layout import Layout
 from barchan.snapshot.pager.link import Placed
-from barchan.snapshot.pager.regions import Part, Regions
+from barchan.snapshot.pager.regions import Part
 from barchan.snapshot.pager.source import Source
 from barchan.snapshot.pager.space import Counts, Space, SpaceGone
 
@@ -154,19 +155,19 @@ class Served:
 
     def _received(self, pid: int, fd: int) -> None:
         try:
-            regions = self._source.regions(pid)
+            layout = Layout(self._source.areas(pid), self._source.regions(pid))
         except BaseException:
             os.close(fd)
             raise
-        self._add(fd, regions)
+        self._add(fd, layout)
 
-    def _add(self, fd: int, regions: Regions) -> None:
+    def _add(self, fd: int, layout: Layout) -> None:
         """A process that CRIU restored, or one that was forked since."""
-        if not regions and self._handover.restored.done():
+        if not layout.missing and self._handover.restored.done():
             os.close(fd)
             return
         os.set_blocking(fd, False)
-        space = Space(fd, regions, self._counts, self._source.load, self._add)
+        space = Space(fd, layout, self._counts, self._source.load, self._add)
         self._spaces[space] = None
         self._loop.add_reader(fd, self._attend, space)
         if len(self._spaces) >= self._sweep_at:

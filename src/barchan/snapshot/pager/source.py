@@ -9,6 +9,7 @@ from barchan.errors import SnapshotCorrupt
 from barchan.snapshot.form import OWN, ZEROS
 from barchan.snapshot.memory_file import MemoryFile
 from barchan.snapshot.pagemap import PAGE_BYTES
+from barchan.snapshot.pager.areas import AREAS_BYTES_MAX, decode_areas
 from barchan.snapshot.pager.regions import Part, Regions
 from barchan.snapshot.pager.space import Chunk
 
@@ -78,6 +79,18 @@ class Source:
                 parts.append(Part(start, start + place.pages * PAGE_BYTES, place.source, place.slot))
         return Regions(parts)
 
+    def areas(self, pid: int) -> Regions:
+        """Where CRIU has the kernel watch a process: all its private anonymous memory that is not locked.
+
+        Raises:
+            SnapshotCorrupt: The snapshot does not say.
+        """
+        try:
+            found = decode_areas(self._file.read_file(f"criu/mm-{pid}.img"))
+        except ValueError as error:
+            raise SnapshotCorrupt(f"the areas of the snapshot's process {pid}: {error}; restore another one") from error
+        return Regions(Part(area.start, area.end, ZEROS, 0) for area in found if area.is_watched)
+
     def load(self, source: int, chunk: int) -> Chunk:
         """A chunk, verified. Raises `SnapshotCorrupt`."""
         digest = self._digests[source] if OWN <= source < len(self._digests) else ""
@@ -88,12 +101,15 @@ class Source:
 def may_come_late(file: MemoryFile) -> bool:
     """Whether to restore a snapshot with its memory on demand.
 
-    A small one is there at once anyway; and pages that processes share since a fork, which a plain restore shares
-    again, would be filled for each of them. It reads the page maps, so it blocks.
+    A small one is there at once anyway, and one with thousands of areas takes long to begin. Pages that processes share
+    since a fork, which a plain restore shares again, would be filled for each of them. It reads the page maps, so it
+    blocks.
 
     Raises:
         SnapshotCorrupt: A page map is damaged.
     """
+    if any(size > AREAS_BYTES_MAX for name, size in file.files().items() if name.startswith("criu/mm-")):
+        return False
     stored = []
     for runs in file.page_maps().values():
         for run in runs:

@@ -1,7 +1,7 @@
 """One address space whose pages come later: what happens to it, and the filling of its pages.
 
-What was unmapped, dropped or moved is known before anything is filled: the kernel refuses to fill (EAGAIN) while such
-news waits to be read, and everything here runs in one thread.
+What was unmapped, dropped or moved is known before anything is filled: the kernel refuses to fill (EAGAIN) while there
+is such news that was not read, and everything here runs in one thread.
 """
 
 import errno
@@ -13,8 +13,11 @@ from barchan.errors import SnapshotCorrupt
 from barchan.snapshot.form import CHUNK_PAGES, ZEROS
 from barchan.snapshot.pagemap import PAGE_BYTES
 from barchan.snapshot.pager import uffd
+from barchan.snapshot.pager.layout import Layout
 from barchan.snapshot.pager.regions import Part, Regions
 
+LOWEST: Final = 16 * PAGE_BYTES
+"""No program may ask for a lower address."""
 GAP_BYTES: Final = 64 << 10
 """As much fresh memory is filled with zeros at once as a fault asks for any."""
 
@@ -44,23 +47,28 @@ class Space:
 
     Args:
         load: Gives a chunk of a source; SnapshotCorrupt if it can't.
-        forked: Told of a child: its descriptor, which it owns from then on, and what it lacks.
+        forked: Told of a child: its descriptor, which it owns from then on, and its record.
     """
 
     def __init__(
         self,
         fd: int,
-        regions: Regions,
+        layout: Layout,
         counts: Counts,
         load: Callable[[int, int], Chunk],
-        forked: Callable[[int, Regions], None],
+        forked: Callable[[int, Layout], None],
     ) -> None:
         self.fd = fd
-        self.regions = regions
+        self._layout = layout
         self._counts = counts
         self._load = load
         self._forked = forked
         self._wanted: dict[int, None] = {}
+
+    @property
+    def regions(self) -> Regions:
+        """What is not in place."""
+        return self._layout.missing
 
     def close(self) -> None:
         """From now on the kernel gives zeros: only when nothing is missing, or nobody is left."""
@@ -77,7 +85,21 @@ class Space:
             OSError: The kernel refused something for another reason.
         """
         for event in uffd.read(self.fd):  # not to the last: programs can make more of them than anybody can read
-            self._apply(event)
+            if event.kind == uffd.FAULT:
+                self._counts.faults += 1
+                self._wanted[event.b - event.b % PAGE_BYTES] = None
+            elif event.kind in (uffd.FORK, uffd.REMAP, uffd.REMOVE, uffd.UNMAP):
+                self._layout.take(event)
+            else:
+                raise OSError(errno.EPROTO, f"userfaultfd told of an unknown event {event.kind}")
+        if not self._layout.is_certain:
+            number = self._probe()
+            if number == errno.EAGAIN:  # more has happened than we know of
+                return False
+            for fd, child in self._layout.settle():
+                self._forked(fd, child)
+            if number == errno.ESRCH:
+                raise SpaceGone
         for address in list(self._wanted):
             if not self._answer(address):
                 return False
@@ -86,6 +108,8 @@ class Space:
 
     def stream(self) -> bool:
         """Fill the next few pages that nobody asked for; False as for `attend`."""
+        if not self._layout.is_certain:
+            return False
         first = self.regions.first()
         unit = first.unit(first.start)
         if not self._fill(unit):
@@ -95,22 +119,14 @@ class Space:
 
     def is_gone(self) -> bool:
         """Whether the address space has ended, which the kernel does not tell by itself."""
-        address = PAGE_BYTES * 16  # the lowest that may be asked for; zeros are right wherever nothing is missing
-        return not self.regions.find(address) and uffd.zero(self.fd, address, PAGE_BYTES).number == errno.ESRCH
+        return self._layout.is_certain and self._probe() == errno.ESRCH
 
-    def _apply(self, event: uffd.Event) -> None:
-        match event.kind:
-            case uffd.FAULT:
-                self._counts.faults += 1
-                self._wanted[event.b - event.b % PAGE_BYTES] = None
-            case uffd.FORK:
-                self._forked(event.a, self.regions.copy())
-            case uffd.REMAP:
-                self.regions.move(event.a, event.a + event.c, event.b)
-            case uffd.REMOVE | uffd.UNMAP:
-                self.regions.drop(event.a, event.b)
-            case _:
-                raise OSError(errno.EPROTO, f"userfaultfd told of an unknown event {event.kind}")
+    def _probe(self) -> int:
+        """Fill nothing: EAGAIN says that something happens to the address space, ESRCH that it has ended."""
+        address = LOWEST
+        while self.regions.find(address):  # zeros are right wherever nothing is missing
+            address += PAGE_BYTES
+        return uffd.zero(self.fd, address, PAGE_BYTES).number
 
     def _answer(self, address: int) -> bool:
         part = self.regions.find(address)
