@@ -286,3 +286,29 @@ async def test_what_can_not_be_copied_is_refused_before_any_child(client: AsyncC
             await parent.fork(kind="memory", network="open")
         assert node.sandboxes() == [parent.id]
         assert (await parent.process("program").info()).running
+
+
+@pytest.mark.requires("criu")
+async def test_what_runs_goes_on_in_the_parent_and_in_each_child(client: AsyncClient) -> None:
+    """An exec that somebody waits for, forks and snapshots of all kinds at once, and one of a sandbox on disk."""
+    async with await client.create("debian", memory_mib=96) as parent:
+        loop = "for i in 1 2 3 4 5; do echo $i; sleep 0.2; done; exit 3"
+        waited = asyncio.create_task(parent.exec(loop, process_id="loop"))
+        made(await parent.fork(kind="memory"))  # while it is being started
+        while not await parent.processes():
+            await asyncio.sleep(0.01)
+        children = made(await parent.fork(2, kind="memory"))
+        for process in (parent.process("loop"), *(child.process("loop") for child in children)):
+            assert (await process.wait(WAIT_S)).exit_code == 3
+            said = [data async for _, _, data in process.output()]
+            assert b"".join(said).split() == [b"1", b"2", b"3", b"4", b"5"]
+        assert (await waited).exit_code == 3
+        files, memory, *snapshots = await asyncio.gather(
+            parent.fork(2), parent.fork(2, kind="memory"), parent.snapshot(), parent.snapshot(kind="memory")
+        )
+        assert len({child.id for child in (*made(files), *made(memory))}) == 4
+        for snapshot in snapshots:
+            await snapshot.remove()
+        await parent.hibernate()
+        (child,) = made(await parent.fork(kind="memory"))
+        assert (await child.process("loop").info()).exit_code == 3

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
+from barchan.backends.starts import Starts
 from barchan.errors import (
     BackendError,
     CallerError,
@@ -230,6 +231,7 @@ class GuestConnection:
         self.link: _Link | None = None
         self.on_lost: Callable[[], None] | None = None
         self._gone: Exception | None = None
+        self.starts = Starts()
 
     @classmethod
     async def open(cls, sock: socket.socket) -> "GuestConnection":
@@ -404,7 +406,8 @@ class GuestConnection:
             found.append((self._register(start.process_id, started, reader), started.existing))
 
         try:
-            await self.request(start.encode, on_reply=register)
+            async with self.starts.one():
+                await self.request(start.encode, on_reply=register)
         except OSError as error:
             raise _start_error(error, start.process_id) from error
         ((process, existing),) = found

@@ -51,6 +51,11 @@ async def take(live: Live, directory: Path, cut: str) -> Taken:
 
     Cancellation: As every failure: the sandbox goes on, and neither is left.
     """
+    async with live.handle.guest.starts.none():
+        return await _take(live, directory, cut)
+
+
+async def _take(live: Live, directory: Path, cut: str) -> Taken:
     began = time.monotonic()
     was_paused = live.phase == "paused"
     if not was_paused:

@@ -226,7 +226,8 @@ class Tiers:
     async def _pause(self, live: Live, is_asked: bool) -> None:
         if live.requests and not is_asked:
             raise Conflict("it stays awake: a request is being served")
-        await live.handle.freeze()
+        async with live.handle.guest.starts.none():
+            await live.handle.freeze()
         live.rest.frozen_at = asyncio.get_running_loop().time()
         if live.rest.wanted.is_set():
             await live.handle.thaw(0.0)
