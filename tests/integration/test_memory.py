@@ -47,7 +47,7 @@ async def test_every_kind_of_state_lives_on_in_two_copies(lab: Lab) -> None:
     program = await lab.program(handle)
     shell = await lab.start(handle, "shell", ["/bin/bash", "--norc", "-i"], PTY)
     bulk = await lab.start(handle, "bulk", ["/bin/bash", "-c", "printf %300000s x; echo; sleep 1000"])
-    await shell.say(handle.guest, "value=41; echo kept > /tmp/file; sleep 900 & echo go$((1+1))\n")
+    await shell.say(handle.guest, "value=41; echo kept | tee /tmp/file > /dev/shm/file; sleep 900 & echo go$((1+1))\n")
     await shell.reader.until(b"go2")
     await bulk.reader.until(b"x\n")
     assert await program.ask(handle.guest, "count()") == 1
@@ -77,7 +77,7 @@ async def test_every_kind_of_state_lives_on_in_two_copies(lab: Lab) -> None:
         assert all(word in said for word in (b"again42", b"Running", b"/dev/pts/")), said
         spooled = await lab.again(copy, "bulk", (0, 0))
         assert (await spooled.reader.until(b"x\n")).strip() == b"x"
-        assert await lab.run(copy, "cat /tmp/file; hostname; id -u", "fresh") == "kept\nbox\n1000\n"
+        assert await lab.run(copy, "cat /tmp/file /dev/shm/file; hostname; id -u", "fresh") == "kept\nkept\nbox\n1000\n"
         assert _mounts(copy.pid) == mounts
         assert 0 < copy.stats().memory_bytes < 200 << 20
         assert copy.stats().pids >= 4
