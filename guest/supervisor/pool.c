@@ -214,6 +214,25 @@ int pool_make(const struct sandbox *sandbox, int *upper_fd)
 	return mkdirat(*upper_fd, "w", 0700);
 }
 
+/* A slot's empty layer gives way to a copy of a cut. Its quota group stays until the pool goes, some hundred bytes. */
+int pool_replace(struct sandbox *sandbox, int *upper_fd)
+{
+	struct btrfs_ioctl_vol_args name = {0};
+	CLEANUP_FD int dir_fd = openat(pool_fd, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+
+	close_fd(upper_fd);
+	snprintf(name.name, sizeof(name.name), "%s", sandbox->id);
+	if (dir_fd < 0 || ioctl(dir_fd, BTRFS_IOC_SNAP_DESTROY, &name) < 0)
+		return -1;
+	sandbox->as_slot.is_slot = false; /* it has a sandbox's layer from here on */
+	return pool_make(sandbox, upper_fd);
+}
+
+int pool_descriptor(void)
+{
+	return pool_fd;
+}
+
 /* The init's spool directory, through a mount of its own: `..` leads nowhere. */
 int pool_make_spool(const struct sandbox *sandbox)
 {

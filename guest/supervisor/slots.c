@@ -25,7 +25,7 @@
 #define FILL_EVERY_NS (4 * NS_PER_MS)	/* so that filling never takes more than about half a processor */
 #define CLAIM_QUIET_NS (3 * NS_PER_MS)	/* what was claimed runs its first program meanwhile */
 #define FAILED_WAIT_NS (1 * NS_PER_S)
-#define OWN_FDS 8u /* a keeper's; and stderr */
+#define OWN_FDS 9u /* a keeper's; and stderr */
 
 static unsigned wanted, ready, filling;
 static char prefix[SLOT_PREFIX_MAX + 1];
@@ -91,8 +91,8 @@ void slots_create(const char *id, const struct spec *spec, const struct waiter *
 {
 	struct sandbox *slot = sandbox_by_id(id);
 
-	if (slot && (spec->capable_root || spec->batch || *spec->cut || *spec->zygote || spec->is_zygote)) {
-		reply_error(waiter, stage_name(STAGE_SLOT), EINVAL, "a slot has no files, no capable root, no warm interpreter, and is not batch");
+	if (slot && (spec->capable_root || spec->batch || *spec->zygote || spec->is_zygote)) {
+		reply_error(waiter, stage_name(STAGE_SLOT), EINVAL, "a slot has no capable root and no warm interpreter, and is not batch");
 		return;
 	}
 	totals.claimed += slot != NULL;
@@ -163,6 +163,7 @@ void slot_close(struct sandbox *sandbox)
 /* Descriptors that a keeper needs; -1 for those it can do without. */
 struct kept {
 	int report, userns, upper, mount_ns, net_ns, uts_ns;
+	int pool;
 	int own_ns; /* open until its end: a mount namespace that is left for good has to be taken apart at once */
 };
 
@@ -181,7 +182,8 @@ static unsigned add_cgroups(int fds[HIERARCHIES])
 /* It waits for long: what it held beside that would stay open as long. */
 static int close_others(const struct kept *kept)
 {
-	int fds[OWN_FDS + HIERARCHIES] = {STDERR_FILENO, kept->report, kept->userns, kept->upper, kept->mount_ns, kept->net_ns, kept->uts_ns, kept->own_ns};
+	int fds[OWN_FDS + HIERARCHIES] = {STDERR_FILENO, kept->report, kept->userns, kept->upper, kept->mount_ns, kept->net_ns, kept->uts_ns, kept->own_ns,
+						kept->pool};
 	unsigned count = OWN_FDS + add_cgroups(fds + OWN_FDS);
 	int next = 0;
 
@@ -248,6 +250,7 @@ static _Noreturn void keep(struct sandbox *sandbox, struct kept *kept)
 	static struct layer layers[LAYERS_MAX];
 
 	kept->upper = pool_open_upper(sandbox);
+	kept->pool = pool_descriptor();
 	kept->mount_ns = open_namespace(sandbox->pid, "mnt");
 	kept->uts_ns = open_namespace(sandbox->pid, "uts");
 	kept->net_ns = options.no_netns ? -1 : open_namespace(sandbox->pid, "net");
@@ -263,7 +266,7 @@ static _Noreturn void keep(struct sandbox *sandbox, struct kept *kept)
 	enter_stage(STAGE_CGROUP);
 	must(cgroup_limit_guest(sandbox));
 	enter_stage(STAGE_POOL);
-	must(pool_fit(sandbox, kept->upper));
+	must(*sandbox->spec.cut ? pool_replace(sandbox, &kept->upper) : pool_fit(sandbox, kept->upper));
 	int proxy_fd = make_names(&sandbox->spec, kept);
 	must(root_replace(sandbox, kept->userns, kept->upper, kept->mount_ns));
 	_exit(send_report(STAGE_READY, 0, proxy_fd) < 0);

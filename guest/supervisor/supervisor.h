@@ -259,6 +259,8 @@ extern bool pool_has_simple_quota;
 int pool_make(const struct sandbox *sandbox, int *upper_fd);
 int pool_fit(const struct sandbox *sandbox, int upper_fd);
 int pool_open_upper(const struct sandbox *sandbox);
+int pool_replace(struct sandbox *sandbox, int *upper_fd);
+int pool_descriptor(void);
 int pool_make_spool(const struct sandbox *sandbox);
 int pool_remove(const struct sandbox *sandbox);
 int pool_open_dir(const char *name);

@@ -117,7 +117,7 @@ class Forks:
         try:
             async with held(self._sandboxes, live):
                 start = await self._taken(live, asked, cut)
-            children = [self._begin(live, spec, start) for spec in specs]
+            children = [self._begin(live, spec, start, can_be_warm=asked.kind == "fs") for spec in specs]
         except BaseException:
             await asyncio.shield(self._clean(backend, cut))
             raise
@@ -131,9 +131,10 @@ class Forks:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         return from_memory(await take(live, self._folder / cut, cut), cut)
 
-    def _begin(self, live: Live, spec: SandboxSpec, start: "Start") -> Child:
+    def _begin(self, live: Live, spec: SandboxSpec, start: "Start", *, can_be_warm: bool) -> Child:
         """One child; what keeps it from starting is its own error, not the fork's."""
-        sandbox_id = self._sandboxes.new_id()
+        slot = self._sandboxes.warm.take(spec) if can_be_warm else None
+        sandbox_id = slot or self._sandboxes.new_id()
         spec = replace(spec, hostname=child_hostname(spec.hostname, sandbox_id))
         try:
             return self._sandboxes.begin(spec, live.template, start, sandbox_id)

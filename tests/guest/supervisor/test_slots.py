@@ -5,11 +5,12 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
+from barchan.backends.container.cut import make_snapshot, remove_snapshot
 from tests.guest.supervisor.driver import CGROUPS, Client, RefusedError, Sandbox, Supervisor
 
 pytestmark = [pytest.mark.requires("root", "static-libc", "mkfs.btrfs", "cgroup"), pytest.mark.timeout(120)]
@@ -276,3 +277,18 @@ def test_weakened_supervisors_have_slots_too(make_supervisor: Callable[[], Super
     (slot,) = ready(client, 1)
     sandbox = claim(client, slot, network="proxy")
     assert seen(sandbox) == seen(client.create("cold", network="proxy", hostname="box"))
+
+
+def test_a_slot_takes_the_files_of_a_cut(client: Client) -> None:
+    """A fork's child can be warm: it has what its parent wrote, and a quota of its own."""
+    (slot,) = ready(client, 1)
+    client.create("parent").text("echo kept > /file; rm /bin/hostname")
+    with closing(client.request("pool")) as pool:
+        fds = pool.fds
+        source = os.open("parent", os.O_RDONLY, dir_fd=fds[0])
+        make_snapshot(source, fds[1], "cut-1")
+        os.close(source)
+        child = claim(client, slot, cut="cut-1", upper_bytes=16 << 20)
+        remove_snapshot(fds[1], "cut-1")
+    assert child.text("cat /file; ls /bin/hostname 2>/dev/null || echo none") == "kept\nnone"
+    assert child.sh("dd if=/dev/zero of=/big bs=1M count=64").code != 0
