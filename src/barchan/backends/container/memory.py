@@ -7,6 +7,7 @@ import asyncio
 import os
 import secrets
 import shutil
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -30,6 +31,7 @@ from barchan.errors import (
     CapacityError,
     InitDied,
     NotSnapshotable,
+    ReadTimeout,
     RequirementMissing,
     SnapshotCorrupt,
 )
@@ -149,7 +151,7 @@ class Dumping:
             return record
         except BaseException as error:
             await finished(asyncio.to_thread(shutil.rmtree, target, ignore_errors=True))
-            if isinstance(error, OSError | ValueError | TimeoutError):
+            if isinstance(error, OSError | ValueError | struct.error):
                 raise BackendError(f"the memory of {self.sandbox_id} could not be stored: {error}") from error
             raise
         finally:
@@ -162,9 +164,15 @@ class Dumping:
         """The init lets go of us: until it has, it holds a socket of the host. Nobody is to reconnect meanwhile."""
         closed = asyncio.Event()
         self.guest.on_lost = closed.set
-        await self.guest.request(lambda tag: wire.frame(wire.Request.DETACH, tag))
-        async with asyncio.timeout(DETACH_S):
-            await closed.wait()
+        try:
+            await self.guest.request(lambda tag: wire.frame(wire.Request.DETACH, tag))
+            async with asyncio.timeout(DETACH_S):
+                await closed.wait()
+        except (ReadTimeout, TimeoutError) as error:
+            raise CapacityError(
+                f"the init of {self.sandbox_id} does not answer now: it waits for a program that is stopped",
+                retry_after_ms=1000,
+            ) from error
         self.guest.on_lost = None
 
     async def _run(self, target: Path, inside: Inside, *, keep: bool) -> None:
