@@ -1,0 +1,79 @@
+"""Whether programs wait for their client, by what the kernel says of real ones."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from barchan.backends.base import Activity
+from barchan.backends.container.activity import THREADS_MAX, activity
+
+pytestmark = pytest.mark.requires("root")
+
+
+@contextmanager
+def programs(group: Path, *commands: str) -> Iterator[None]:
+    """Shells with their input at a pipe, and their children, in what looks like a group."""
+    started = [
+        subprocess.Popen(["sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        for command in commands
+    ]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"on\n"
+        pids = [process.pid for process in started]
+        for process in started:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            pids += [int(pid) for pid in children.split()]
+        (group / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
+        yield
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def settled(group: Path, *, waits: bool) -> Activity:
+    """What is seen once programs have come to rest; at most ten seconds."""
+    until = time.monotonic() + 10
+    while True:
+        seen = activity(str(group), 1, 0.5)
+        if seen.waits_for_client is waits or time.monotonic() > until:
+            return seen
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("commands", "waits"),
+    [
+        (["echo on; read line"], True),
+        (["echo on; cat; true"], True),  # a shell that waits for a child that waits for its input
+        (["echo on; exec sleep 1000"], False),
+        (["echo on; read line", "echo on; exec sleep 1000"], False),
+        (["echo on; sleep 1000 | cat; true"], False),
+    ],
+)
+def test_who_waits(tmp_path: Path, commands: list[str], waits: bool) -> None:
+    """Only if every one of them does."""
+    with programs(tmp_path, *commands):
+        time.sleep(0.05)
+        seen = settled(tmp_path, waits=waits)
+        assert (seen.has_programs, seen.waits_for_client, seen.cpu_s) == (True, waits, 0.5)
+
+
+def test_nobody_is_there(tmp_path: Path) -> None:
+    """An empty group, and one that has gone."""
+    (tmp_path / "cgroup.procs").touch()
+    assert not activity(str(tmp_path), 0, 0.0).has_programs
+    assert not activity(str(tmp_path / "gone"), 0, 0.0).has_programs
+
+
+def test_a_crowd_is_at_work(tmp_path: Path) -> None:
+    """Nobody looks at each of thousands."""
+    assert not activity(str(tmp_path), THREADS_MAX + 1, 0.0).waits_for_client
