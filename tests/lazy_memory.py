@@ -58,6 +58,33 @@ def move():
     remap(area, area.size, checked(libc.mmap(None, ctypes.c_size_t(area.size), 0, 0x22, -1, ctypes.c_long(0))))
     there = checked(libc.mmap(ctypes.c_void_p(old), ctypes.c_size_t(area.size), 3, 0x32, -1, ctypes.c_long(0)))
     return there == old and not any(ctypes.string_at(old, area.size)) and area.is_right()
+def shuffled():  # two threads that move areas to where the other's were; others fork, map and unmap
+    wrong = []
+    def shuffle(name):
+        area, whole = areas[name], pattern(name, areas[name].size)
+        for turn in range(60):
+            remap(area, area.size, checked(libc.mmap(None, ctypes.c_size_t(area.size), 0, 0x22, -1, ctypes.c_long(0))))
+            first = turn * 37 % 1024 * PAGE
+            if area.bytes(first, first + PAGE) != whole[first : first + PAGE]:
+                wrong.append((name, turn))
+    def churn():
+        for _ in range(100):
+            fresh = checked(libc.mmap(None, ctypes.c_size_t(64 * PAGE), 3, 0x22, -1, ctypes.c_long(0)))
+            if any(ctypes.string_at(fresh, 64 * PAGE)):
+                wrong.append("fresh")
+            ctypes.memset(fresh, 1, 64 * PAGE)
+            checked(libc.munmap(ctypes.c_void_p(fresh), ctypes.c_size_t(64 * PAGE)))
+    def fork():
+        for _ in range(5):
+            if forked(areas["dropped"].is_right):
+                wrong.append("fork")
+    work = [(shuffle, ("moved",)), (shuffle, ("protected",)), (churn, ()), (fork, ())]
+    threads = [threading.Thread(target=target, args=arguments) for target, arguments in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
 def drop():
     area, half = areas["dropped"], areas["dropped"].size // 2
     advise(area, 0, half)

@@ -28,6 +28,7 @@ RIGHT = "hashlib.sha256(ballast).hexdigest() == expected and table_is_right()"
 AREAS_RIGHT = "all(area.is_right() for area in areas.values())"
 WATCH = "go.set()"
 MEANWHILE = [
+    "shuffled() == []",
     "fork_then_drop()",
     "move()",
     "drop()",
