@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,8 +17,10 @@ pytestmark = pytest.mark.requires("root")
 
 
 @contextmanager
-def programs(group: Path, *commands: str) -> Iterator[None]:
-    """Shells with their input at a pipe, and their children, in what looks like a group."""
+def programs(group: Path, *commands: str) -> Iterator[Callable[[], int]]:
+    """Shells with their input at a pipe, and their children, in what looks like a group; gives what looks anew who is
+    there, and says how many.
+    """
     started = [
         subprocess.Popen(["sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         for command in commands
@@ -27,43 +29,47 @@ def programs(group: Path, *commands: str) -> Iterator[None]:
         for process in started:
             assert process.stdout is not None
             assert process.stdout.readline() == b"on\n"
-        pids = [process.pid for process in started]
-        for process in started:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-            pids += [int(pid) for pid in children.split()]
-        (group / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
-        yield
+
+        def look() -> int:
+            pids = [process.pid for process in started]
+            for process in started:
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+                pids += [int(pid) for pid in children.split()]
+            (group / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
+            return len(pids)
+
+        yield look
     finally:
         for process in started:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
 
 
-def settled(group: Path, *, waits: bool) -> Activity:
-    """What is seen once programs have come to rest; at most ten seconds."""
+def settled(group: Path, look: Callable[[], int], count: int, *, waits: bool) -> Activity:
+    """What is seen once all `count` programs are there and have come to rest; after ten seconds, whatever is seen."""
     until = time.monotonic() + 10
     while True:
+        is_complete = look() == count
         seen = activity(str(group), 1, 0.5)
-        if seen.waits_for_client is waits or time.monotonic() > until:
+        if (is_complete and seen.waits_for_client is waits) or time.monotonic() > until:
             return seen
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
-    ("commands", "waits"),
+    ("commands", "count", "waits"),
     [
-        (["echo on; read line"], True),
-        (["echo on; cat; true"], True),  # a shell that waits for a child that waits for its input
-        (["echo on; exec sleep 1000"], False),
-        (["echo on; read line", "echo on; exec sleep 1000"], False),
-        (["echo on; sleep 1000 | cat; true"], False),
+        (["echo on; read line"], 1, True),
+        (["echo on; cat; true"], 2, True),  # a shell that waits for a child that waits for its input
+        (["echo on; exec sleep 1000"], 1, False),
+        (["echo on; read line", "echo on; exec sleep 1000"], 2, False),
+        (["echo on; sleep 1000 | cat; true"], 3, False),
     ],
 )
-def test_who_waits(tmp_path: Path, commands: list[str], waits: bool) -> None:
+def test_who_waits(tmp_path: Path, commands: list[str], count: int, waits: bool) -> None:
     """Only if every one of them does."""
-    with programs(tmp_path, *commands):
-        time.sleep(0.05)
-        seen = settled(tmp_path, waits=waits)
+    with programs(tmp_path, *commands) as look:
+        seen = settled(tmp_path, look, count, waits=waits)
         assert (seen.has_programs, seen.waits_for_client, seen.cpu_s) == (True, waits, 0.5)
 
 
