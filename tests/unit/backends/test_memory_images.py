@@ -113,8 +113,8 @@ def test_connections_that_leave_are_told_from_those_within(monkeypatch: pytest.M
    5: 6400000A:A1B5 0A0A0A0A:01BB 05 00000000:00000000 00:00000000 00000000     0        0 0
 """
     tcp6 = """  sl  local_address                         remote_address                        st tx_queue
-   0: 00000000000000000000000001000000:1F90 00000000000000000000000001000000:1F91 01
-   1: 0000000000000000FFFF00000100007F:1F90 0000000000000000FFFF00000100007F:1F91 08
+   0: 00000000000000000000000001000000:1F90 00000000000000000000000001000000:1F91 01 00000000:00000000 00:0 0 0 0 7
+   1: 0000000000000000FFFF00000100007F:1F90 0000000000000000FFFF00000100007F:1F91 08 00000000:00000000 00:0 0 0 0 7
 """
     monkeypatch.setattr(inside.Path, "read_text", lambda path: tcp6 if path.name == "tcp6" else tcp)
     assert outside_connections(1, "proxy") == ["8.8.8.8:443", "the proxy"]
