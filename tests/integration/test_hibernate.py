@@ -76,8 +76,10 @@ async def test_a_python_and_a_shell_come_back_as_they_were(client: barchan.Async
     assert answer == "1001"
     for turn in range(3):
         await sandbox.files.write(f"/tmp/file-{turn}", b"kept")
+        if turn == 0:
+            await sandbox.page_out()
         info = await sandbox.hibernate()
-        assert (info.phase, info.tier) == ("hibernated", "hibernated")
+        assert (info.phase, info.tier, info.stays_paused) == ("hibernated", "hibernated", "")
         assert info.memory_freed_bytes > 1 << 20
         assert (await sandbox.info()).phase == "hibernated"
         answer, at = await ask(python, "heap.append(7) or len(heap)", at)
@@ -111,6 +113,7 @@ async def test_an_exec_and_its_deadline_outlast_hibernation(client: barchan.Asyn
     await sandbox.resume()
     result = await running
     assert (result.timed_out, result.text) == (False, "done\n")
+    assert 0.5 <= result.usage.wall_s < 2
 
 
 async def test_requests_at_once_share_the_way_back(client: barchan.AsyncClient) -> None:

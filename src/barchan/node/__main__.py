@@ -80,7 +80,7 @@ def _lock(state_dir: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise Conflict(f"another node runs in {state_dir}") from None
+        raise Conflict(f"another node runs in {state_dir} (try: another --state-dir, or end that one)") from None
     return fd
 
 
@@ -136,7 +136,9 @@ async def _serve(arguments: argparse.Namespace, sandboxes: Sandboxes) -> None:
             try:
                 await web.TCPSite(remote, *address, backlog=1024).start()
             except OSError as error:
-                raise Conflict(f"can't listen on {arguments.listen}: {error.strerror}") from error
+                raise Conflict(
+                    f"can't listen on {arguments.listen}: {error.strerror} (try: barchan up --listen HOST:PORT)"
+                ) from error
         _say(arguments.ready_fd, b"ready")
         arguments.ready_fd = None
         await _until_idle(stop, sandboxes, arguments.idle_exit_s)

@@ -44,6 +44,7 @@ class Clock:
     def __init__(self) -> None:
         self._timers: set[Timer] = set()
         self._slept_s = 0.0
+        self.missed_s = 0.0  # of that, what the guest's own clock counted, too
         self._stopped_at: float | None = None
 
     @property
@@ -78,13 +79,18 @@ class Clock:
             for timer in self._timers:
                 timer.hold()
 
-    def go_on(self) -> float:
-        """Go on; returns for how many seconds it stood still."""
+    def go_on(self, missed_s: float | None = None) -> float:
+        """Go on; returns for how many seconds it stood still.
+
+        Args:
+            missed_s: For how many of them the guest's own clock went on: not while it was on disk. None: for all.
+        """
         if self._stopped_at is None:
             return 0.0
         slept_s = asyncio.get_running_loop().time() - self._stopped_at
         self._stopped_at = None
         self._slept_s += slept_s
+        self.missed_s += slept_s if missed_s is None else missed_s
         for timer in self._timers:
             timer.run()
         return slept_s

@@ -134,7 +134,7 @@ async def _put_down(sandboxes: "Sandboxes", live: Live, storing: _Storing, store
     await _hold(sandboxes, live, stored.template)
     sandboxes.journal.hibernate(live.sandbox_id, stored)
     live.phase = next_phase(live.phase, Fact.MEMORY_STORED)
-    live.rest.stored, live.rest.tier = stored, "hibernated"
+    live.rest.stored, live.rest.tier, live.rest.refused = stored, "hibernated", ""
     live.rest.freed_bytes += stored.memory_bytes
     sandboxes.tiers.stored += 1
     older, live.rest.images = live.rest.images, {storing.image}
@@ -196,7 +196,7 @@ async def _let_go(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
     sandboxes.journal.wake(live.sandbox_id, live.template, stored.own_layers)
     live.phase = "paused"
     await live.handle.thaw(stored.frozen_s)
-    sandboxes.tiers.went_up(live)
+    sandboxes.tiers.went_up(live, stored.frozen_s)
     await asyncio.to_thread(sandboxes.shelf.remove, stored.snapshot_id)
 
 

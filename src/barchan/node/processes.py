@@ -135,14 +135,14 @@ class Processes:
         collector = Collector(request.max_output_bytes)
         process = await self._patient_start(start, collector)
         self._feed(process, request.stdin)
-        slept_s = self._clock.slept_s
+        missed_s = self._clock.missed_s
         timer = self._clock.call_later(request.timeout_s, self._deadline, process, request.timeout_s)
         try:
             await collector.done
         finally:
             timer.cancel()
             process.remove_reader(collector)
-        return self._result(process, collector, self._clock.slept_s - slept_s)
+        return self._result(process, collector, self._clock.missed_s - missed_s)
 
     async def start(self, request: StartRequest) -> ProcessInfo:
         """Start in the background."""
@@ -265,7 +265,7 @@ class Processes:
             usage=usage_of(ended),
         )
 
-    def _result(self, process: GuestProcess, collector: Collector, slept_s: float) -> ExecResult:
+    def _result(self, process: GuestProcess, collector: Collector, missed_s: float) -> ExecResult:
         ended = process.exit
         assert ended is not None
         code, number = exit_of(ended.wstatus)
@@ -285,7 +285,7 @@ class Processes:
             ),
             stdout_bytes=max(out.end, ended.stdout_end),
             stderr_bytes=max(err.end, ended.stderr_end),
-            usage=usage_of(ended, slept_s),
+            usage=usage_of(ended, missed_s),
         )
 
     def _oom(self, process: GuestProcess, code: int) -> bool:
@@ -338,13 +338,13 @@ def exit_of(wstatus: int) -> tuple[int, int | None]:
     return os.WEXITSTATUS(wstatus), None
 
 
-def usage_of(ended: wire.Exit, slept_s: float = 0.0) -> Usage:
-    """What it used; `slept_s` of its wall time the platform had it asleep."""
+def usage_of(ended: wire.Exit, missed_s: float = 0.0) -> Usage:
+    """What it used; `missed_s` of its wall time, by the guest's clock, the platform had it asleep."""
     return Usage(
         user_s=ended.utime_us / 1e6,
         system_s=ended.stime_us / 1e6,
         max_rss_kib=ended.maxrss_kib,
-        wall_s=max(0.0, (ended.ended_ns - ended.started_ns) / 1e9 - slept_s),
+        wall_s=max(0.0, (ended.ended_ns - ended.started_ns) / 1e9 - missed_s),
     )
 
 

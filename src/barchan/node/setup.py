@@ -33,9 +33,8 @@ async def set_up(sandboxes: "Sandboxes", live: Live) -> None:
     async with sandboxes.tiers.busy(live):
         result = await live.processes.exec(request)
     if not result.ok:
-        raise SetupFailed(
-            f"the set-up {_how(result, spec)}: {result.text.strip()[-TAIL_CHARS:]}", exit_code=result.exit_code
-        )
+        said = result.text.strip()[-TAIL_CHARS:] or "it said nothing"
+        raise SetupFailed(f"the set-up {_how(result, spec)}: {said}", exit_code=result.exit_code)
     live.is_set_up = True
 
 

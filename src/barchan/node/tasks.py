@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from barchan.errors import BarchanError, TransportError
+from barchan.errors import BarchanError, CallerError, TransportError
 
 
 class Tasks:
@@ -27,12 +27,13 @@ class Tasks:
 
     def _reap(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            expected = isinstance(error, BarchanError | TransportError)
-            asyncio.get_running_loop().call_exception_handler(
-                {
-                    "message": "a task of the node failed" if not expected else str(error),
-                    "exception": error,
-                    "task": task,
-                }
-            )
+        if task.cancelled() or (error := task.exception()) is None or isinstance(error, CallerError):
+            return  # an error of a caller is told to that one, and no fault of the node
+        expected = isinstance(error, BarchanError | TransportError)
+        asyncio.get_running_loop().call_exception_handler(
+            {
+                "message": "a task of the node failed" if not expected else str(error),
+                "exception": error,
+                "task": task,
+            }
+        )

@@ -137,8 +137,8 @@ class Tiers:
                 raise CapacityError("the host has no memory for what comes back from disk", retry_after_ms=2000)
             await asyncio.sleep(MEMORY_LOOK_S)
 
-    def went_up(self, live: Live) -> None:
-        """It runs again: its clocks do, too."""
+    def went_up(self, live: Live, missed_s: float | None = None) -> None:
+        """It runs again: its clocks do, too (`missed_s`: `Clock.go_on`)."""
         if live.ending is not None:
             return
         live.phase = next_phase(live.phase, Fact.THAWED)
@@ -146,7 +146,7 @@ class Tiers:
         live.rest.freed_bytes, live.rest.is_asked = 0, False
         live.rest.refused, live.rest.can_be_stored = "", True
         live.rest.look_at, live.rest.cpu_s = 0.0, -1.0  # one that was on disk counts its CPU anew
-        live.clock.go_on()
+        live.clock.go_on(missed_s)
         live.rest.woken.set()
         self._sandboxes.leases.go_on(live.spec.lease_id, live.sandbox_id)
 

@@ -25,6 +25,15 @@ def check_count(least: int = 1, **counts: Any) -> None:
             raise InvalidSpec(f"{name}={value!r}: give a whole number, {least} or more")
 
 
+def checked_bytes(what: str, data: Any) -> bytes:
+    """What goes to a program's stdin: bytes, or text in UTF-8. A number is neither, though `bytes()` takes it."""
+    if isinstance(data, str):
+        return data.encode()
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise InvalidSpec(f"{what} is text or bytes, not {type(data).__name__}")
+    return bytes(data)
+
+
 def checked_env(env: Any) -> dict[str, str]:
     names = _text_keys("env", env)
     for name in names:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from barchan.errors import InvalidSpec
 from barchan.model.sandbox import CpuClass, ExecRequest, Network, Root, SandboxSpec, StartRequest, Zygote
 from barchan.model.tiers import Waiting
-from barchan.sdk.checks import check_seconds, checked_env, checked_labels, checked_rlimits
+from barchan.sdk.checks import check_seconds, checked_bytes, checked_env, checked_labels, checked_rlimits
 from barchan.wire.api import STDIN_INLINE_BYTES_MAX
 
 Command = str | Sequence[str]
@@ -144,7 +144,7 @@ def _finished(kind: type[Request], fields: dict[str, Any]) -> Request:
     if stdin is None:
         fields.pop("stdin", None)
     else:
-        fields["stdin"] = stdin = stdin.encode() if isinstance(stdin, str) else bytes(stdin)
+        fields["stdin"] = stdin = checked_bytes("stdin", stdin)
         if len(stdin) > STDIN_INLINE_BYTES_MAX:
             raise InvalidSpec(
                 f"{len(stdin)} bytes of stdin, more than {STDIN_INLINE_BYTES_MAX}: start() it and use write_stdin()"

@@ -57,3 +57,18 @@ async def test_its_time_leaves_out_what_it_slept() -> None:
     clock.go_on()
     assert clock.slept_s >= 0.04
     assert clock.time() - before < 0.04
+
+
+async def test_what_the_guest_missed_is_told_apart() -> None:
+    """Asleep in memory, the guest's own clock goes on; on disk it stands still."""
+    clock = Clock()
+    clock.stop()
+    await asyncio.sleep(0.02)
+    clock.go_on()
+    assert clock.missed_s == clock.slept_s > 0
+    paused_s = clock.missed_s
+    clock.stop()
+    await asyncio.sleep(0.02)
+    clock.go_on(0.005)
+    assert clock.missed_s == paused_s + 0.005
+    assert clock.slept_s > clock.missed_s

@@ -73,6 +73,16 @@ async def test_an_exec_has_a_bound() -> None:
     assert start_request("true", {"timeout_s": None}).timeout_s is None
 
 
+@pytest.mark.parametrize("stdin", [True, 3, ["a"]], ids=repr)
+async def test_stdin_is_text_or_bytes(sandbox: AsyncSandbox, stdin: Any) -> None:
+    """`bytes()` would make NUL characters of a number, and `stdin=True` is easily written for `stdin_open=True`."""
+    for request in (exec_request, start_request):
+        with pytest.raises(InvalidSpec, match="stdin is text or bytes"):
+            request("cat", {"stdin": stdin})  # type: ignore[operator]
+    with pytest.raises(InvalidSpec, match="data is text or bytes"):
+        await sandbox.process("p").write_stdin(stdin)
+
+
 @pytest.mark.parametrize("n", [0, -1, "2", 1.5, True])
 async def test_many_are_one_or_more(node: FakeNode, client: AsyncClient, n: Any) -> None:
     """Anything else creates nothing."""

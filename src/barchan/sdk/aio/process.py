@@ -19,7 +19,7 @@ from barchan.errors import (
 from barchan.model.sandbox import OutputChunk, ProcessInfo, StartRequest
 from barchan.sdk.background import BACKGROUND
 from barchan.sdk.cancel import CLEANUP_S, clean_up, forget_error
-from barchan.sdk.checks import check_seconds
+from barchan.sdk.checks import check_seconds, checked_bytes
 from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.transport import CALL_TIMEOUT_S, RESEND_S, Call, Transport, encode, records, shared_transport
 from barchan.wire.api import Empty, ResizeRequest, Signalled, SignalRequest, StdinWritten
@@ -168,7 +168,7 @@ class AsyncProcess:
             timeout_s: For each MiB; then `ReadTimeout`, with a part of the data possibly written.
         """
         check_seconds(timeout_s=timeout_s)
-        payload = data.encode() if isinstance(data, str) else bytes(data)
+        payload = checked_bytes("data", data)
         await BACKGROUND.call(self._write_stdin(payload, eof, timeout_s))
 
     async def close_stdin(self) -> None:
