@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         Usage,
         Zygote,
     )
-    from barchan.model.snapshot_info import SnapshotInfo
+    from barchan.model.snapshot_info import SnapshotInfo, SnapshotPush
     from barchan.model.tiers import TierChange, Waiting
     from barchan.model.verdict import Evidence, Verdict
     from barchan.rollout.calls import Observation, ToolCall
@@ -122,7 +122,7 @@ _HOMES = {
     "barchan.rollout.calls": ("Observation", "ToolCall"),
     "barchan.model.node": ("NodeInfo", "ImageInfo", "LayerInfo", "Budget"),
     "barchan.model.image": ("Rebased",),
-    "barchan.model.snapshot_info": ("SnapshotInfo",),
+    "barchan.model.snapshot_info": ("SnapshotInfo", "SnapshotPush"),
     "barchan.model.gc": ("GcReport",),
     "barchan.model.tiers": ("Waiting", "TierChange"),
     "barchan.model.verdict": ("Verdict", "Evidence"),
@@ -175,6 +175,7 @@ __all__ = [
     "ImageInfo",
     "LayerInfo",
     "SnapshotInfo",
+    "SnapshotPush",
     "GcReport",
     "Rebased",
     "NodeInfo",

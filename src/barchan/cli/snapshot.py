@@ -1,4 +1,4 @@
-"""`barchan snapshot`: keep sandboxes as they are, look at what is kept, and remove it."""
+"""`barchan snapshot`: keep sandboxes as they are, look at what is kept, send it to other nodes, and remove it."""
 
 import sys
 import time
@@ -168,3 +168,61 @@ def rm(*snapshots: str, common: Common = DEFAULTS) -> int:
     if missing:
         print_error(f"no snapshot {', '.join(missing)}", "barchan snapshot list")
     return FAILED if missing else OK
+
+
+@app.command
+def push(*snapshots: str, store: str | None = None, common: Common = DEFAULTS) -> int:
+    """Send snapshots to the node's blob store, from where other nodes have them. They stay here, too.
+
+    For example:
+
+        barchan snapshot push snap_0123456789abcdef
+        barchan snapshot push snap_0123456789abcdef --store s3://bucket/images
+
+    Args:
+        snapshots: Their ids.
+        store: The blob store that this user's own node is started with. [default: the node's]
+    """
+    with barchan.connect(**_with_store(snapshots, store, common)) as client:
+        for snapshot_id in snapshots:
+            pushed = client.snapshot(snapshot_id).push()
+            if common.json:
+                print_json(pushed)
+            else:
+                sys.stdout.write(f"{pushed.snapshot_id}  {human_bytes(pushed.bytes_sent)} sent to {pushed.store}\n")
+    return OK
+
+
+@app.command
+def pull(*snapshots: str, store: str | None = None, name: str | None = None, common: Common = DEFAULTS) -> int:
+    """Have snapshots that other nodes have sent to the node's blob store here, too.
+
+    They keep their ids. Sandboxes of one with memory go on with its
+    processes where kernel and processor are of the same kind.
+
+    For example:
+
+        barchan snapshot pull snap_0123456789abcdef
+        barchan snapshot pull snap_0123456789abcdef --name mine
+
+    Args:
+        snapshots: Their ids.
+        store: The blob store that this user's own node is started with. [default: the node's]
+        name: Of the image of its files here; goes with one id. [default: as where it was made]
+    """
+    if name is not None and len(snapshots) != 1:
+        raise InvalidSpec("--name goes with one id")
+    with barchan.connect(**_with_store(snapshots, store, common)) as client:
+        for snapshot_id in snapshots:
+            pulled = client.pull_snapshot(snapshot_id, name=name)
+            if common.json:
+                print_json(pulled.info)
+            else:
+                sys.stdout.write(f"{pulled.id}  {pulled.kind}  {pulled.name}\n")
+    return OK
+
+
+def _with_store(snapshots: tuple[str, ...], store: str | None, common: Common) -> dict[str, Any]:
+    if not snapshots:
+        raise InvalidSpec("give the ids of snapshots")
+    return common.connection if store is None else {**common.connection, "store": store}

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from barchan.model.node import ImageInfo
-from barchan.model.sandbox import SandboxSpec
+from barchan.model.sandbox import Name, SandboxSpec
 
 SnapshotKind = Literal["fs", "memory"]
 SNAPSHOT_PREFIX = "snap_"
@@ -37,3 +37,17 @@ class SnapshotInfo(Struct, frozen=True, kw_only=True):
     shared_bytes: int
     memory_bytes: int = 0
     resident_bytes: int = 0
+
+
+class SnapshotPush(Struct, frozen=True, kw_only=True):
+    """What the sending of a snapshot did: where it lies now, and bytes that were not there before."""
+
+    snapshot_id: str
+    store: str
+    bytes_sent: int
+
+
+class SnapshotPull(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`name`: what the snapshot's image is called here; None: as on the node that it was made on."""
+
+    name: Name | None = None

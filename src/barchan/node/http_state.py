@@ -9,8 +9,9 @@ from barchan.core.finished import finished
 from barchan.model.fork import ForkRequest
 from barchan.model.node import Killed, SnapshotRequest
 from barchan.model.pool import PoolRequest
+from barchan.model.snapshot_info import SnapshotPull
 from barchan.model.tiers import AdoptRequest, Tier, TierRequest
-from barchan.node import away, storms
+from barchan.node import away, snapshots_away, storms
 from barchan.node.collect import encode_chunk
 from barchan.node.forks import results
 from barchan.node.handlers import Handlers
@@ -36,6 +37,14 @@ class StateHandlers(Handlers):
 
     async def snapshot_remove(self, request: web.Request) -> web.StreamResponse:
         return reply(request, await self.sandboxes.tree.remove(request.match_info["snapshot_id"]))
+
+    async def snapshot_push(self, request: web.Request) -> web.StreamResponse:
+        return reply(request, await snapshots_away.push(self.sandboxes, request.match_info["snapshot_id"]))
+
+    async def snapshot_pull(self, request: web.Request) -> web.StreamResponse:
+        asked: SnapshotPull = await self.body(request, "snapshot_pull")
+        pulling = snapshots_away.pull(self.sandboxes, request.match_info["snapshot_id"], asked.name)
+        return reply(request, await finished(pulling))
 
     async def fork(self, request: web.Request) -> web.StreamResponse:
         asked: ForkRequest = await self.body(request, "fork")

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import shutil
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -46,6 +47,7 @@ class SnapshotTree:
         self._sandboxes = sandboxes
         self._journal = SnapshotJournal(journal)
         self._folder = folder
+        self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     def close(self) -> None:
         self._journal.close()
@@ -167,6 +169,10 @@ class SnapshotTree:
 
     # making and removing
 
+    def turn(self, snapshot_id: str) -> asyncio.Lock:
+        """Of whoever brings a snapshot of that id here."""
+        return self._turns.setdefault(snapshot_id, asyncio.Lock())
+
     async def keep(self, live: Live, asked: SnapshotRequest) -> SnapshotInfo:
         """Make a snapshot of a sandbox; one whose image has that name gives way with it.
 
@@ -201,6 +207,26 @@ class SnapshotTree:
         self._journal.write(row)
         own_bytes = self._sandboxes.images.layer_bytes(template.layers[0])
         return _info(row, image_info(template), own_bytes, template.size_bytes - own_bytes)
+
+    async def receive(self, row: SnapshotRow, bring: Callable[[], Awaitable[Template]]) -> SnapshotInfo:
+        """Have a snapshot of another node here, too; one whose image has that name gives way with it.
+
+        Args:
+            row: As that node has it.
+            bring: Makes its image, under its name, and what of it lies on the shelf; if that fails, neither is left.
+        """
+        is_known = row.parent != "" and self._journal.find(row.parent) is not None
+        row = replace(row, digest=None, parent=row.parent if is_known else "")
+        self._journal.write(row)
+        try:
+            template = await bring()
+        except BaseException:
+            self._journal.remove(row)
+            raise
+        for older in self._journal.of_image(row.image):
+            self._forget(older)
+        self._journal.write(replace(row, digest=template.digest))
+        return await self.info(row.snapshot_id)
 
     async def _files(
         self, live: Live, asked: SnapshotRequest, row: SnapshotRow, pack: Callable[[Path], Awaitable[None]]

@@ -15,7 +15,7 @@ from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.model.tiers import TierChange, Waiting
 from barchan.sdk.aio.client import CREATE_TIMEOUT_S, AsyncClient, connect_async
 from barchan.sdk.aio.sandbox import AsyncSandbox
-from barchan.sdk.aio.snapshot import AsyncSnapshot
+from barchan.sdk.aio.snapshot import TRANSFER_TIMEOUT_S, AsyncSnapshot
 from barchan.sdk.background import iterate, run
 from barchan.sdk.options import CreateOptions, zygote_spec
 from barchan.sdk.recipe import Recipe
@@ -145,6 +145,23 @@ class Client:
             NotFound: The node has none of this id.
         """
         return Snapshot(run(self._twin.snapshot(snapshot_id)))
+
+    def pull_snapshot(
+        self, snapshot_id: str, *, name: str | None = None, timeout_s: float = TRANSFER_TIMEOUT_S
+    ) -> Snapshot:
+        """Have a snapshot that a node has sent to the blob store of both on this node, too, under the same id.
+
+        Its memory comes whole, its files on demand. One that is here already stays as it is.
+
+        Args:
+            name: What its image is called here. None: as where it was made.
+
+        Raises:
+            NotFound: The store has no such snapshot.
+            Conflict: Another image of this node has that name, or the node has no store.
+            SnapshotIncompatible: Told by the first `create()`: this host can't run what that one has stored.
+        """
+        return Snapshot(run(self._twin.pull_snapshot(snapshot_id, name=name, timeout_s=timeout_s)))
 
     def snapshots(self, *, metadata: Mapping[str, str] | None = None) -> "list[Snapshot]":
         """The snapshots of the node that have all this metadata, the oldest first."""

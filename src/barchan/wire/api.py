@@ -37,7 +37,7 @@ from barchan.model.sandbox import (
     SandboxStats,
     StartRequest,
 )
-from barchan.model.snapshot_info import SnapshotInfo
+from barchan.model.snapshot_info import SnapshotInfo, SnapshotPull, SnapshotPush
 from barchan.model.tiers import AdoptRequest, TierChange, TierRequest
 
 MSGPACK = "application/msgpack"
@@ -159,6 +159,10 @@ ROUTES: tuple[Route, ...] = (
     Route("snapshot_info", "GET", "/v1/snapshots/{snapshot_id}", SnapshotInfo, summary="One snapshot."),
     Route("snapshot_remove", "DELETE", "/v1/snapshots/{snapshot_id}", SnapshotInfo,
           summary="Forget a snapshot and its image; sandboxes and snapshots that came of it stay."),
+    Route("snapshot_push", "POST", "/v1/snapshots/{snapshot_id}/push", SnapshotPush,
+          summary="Send a snapshot to the node's blob store, from where other nodes have it; it stays here as well."),
+    Route("snapshot_pull", "POST", "/v1/snapshots/{snapshot_id}/pull", SnapshotInfo, body=SnapshotPull, body_kind="value",
+          summary="Have a snapshot that a node has sent to the blob store here, too, under the same id."),
     Route("fork", "POST", _SB + "/fork", Forked, "stream", ForkRequest, "value",
           summary="Make sandboxes that start as this one is at one moment: a record for each, as it is ready or has failed."),
     Route("pause", "POST", _SB + "/pause", SandboxInfo,

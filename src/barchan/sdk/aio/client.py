@@ -14,11 +14,10 @@ from barchan.model.image import NameRequest, Rebased, RebaseRequest
 from barchan.model.node import Budget, ImageInfo, Killed, LayerInfo, NodeInfo
 from barchan.model.pool import PoolInfo, PoolRequest
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
-from barchan.model.tiers import AdoptRequest, TierChange, Waiting
-from barchan.sdk.aio import snapshot
+from barchan.model.tiers import Waiting
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.aio.snapshot import AsyncSnapshot, spec_of
-from barchan.sdk.aio.tiers import bring
+from barchan.sdk.aio.state import StateCalls
 from barchan.sdk.cancel import clean_up, forget_error
 from barchan.sdk.checks import check_count, check_seconds, checked_labels
 from barchan.sdk.embedded import ensure_node
@@ -44,19 +43,17 @@ IMAGE_NAME = Call("image_name", ImageInfo)
 IMAGE_REBASE = Call("image_rebase", Rebased)
 CREATE = Call("create", SandboxInfo)
 LIST = Call("list", list[SandboxInfo])
-ADOPT = Call("adopt", SandboxInfo)
 KILL_MANY = Call("kill_many", Killed)
 
 CREATE_TIMEOUT_S = 120.0
 _CREATING_MAX = 64  # at once, of one create_many; the node has bounds of its own
 _KILL_TIMEOUT_S = 120.0
-_ADOPT_TIMEOUT_S = 600.0  # its memory comes whole
 _IMAGE_TIMEOUT_S = 120.0  # the node may have to ask its blob store
 _GC_TIMEOUT_S = 600.0  # a layer may be a whole tree of files
 _REBASE_QUIET_S = 600.0  # while large images are looked into
 
 
-class AsyncClient:
+class AsyncClient(StateCalls):
     """A connection to one node, made by `connect_async()`; closing it ends the sandboxes it made, but detached ones."""
 
     def __init__(
@@ -231,18 +228,6 @@ class AsyncClient:
         await sandbox.info()
         return sandbox
 
-    async def snapshot(self, snapshot_id: str) -> AsyncSnapshot:
-        """A snapshot by its id.
-
-        Raises:
-            NotFound: The node has none of this id.
-        """
-        return await snapshot.find(self._transport, snapshot_id)
-
-    async def snapshots(self, *, metadata: Mapping[str, str] | None = None) -> "list[AsyncSnapshot]":
-        """The snapshots of the node that have all this metadata, the oldest first."""
-        return await snapshot.listed(self._transport, checked_labels(metadata or {}))
-
     async def images(self) -> list[ImageInfo]:
         """The templates that the node can start."""
         return await self._transport.value(IMAGES, IMAGES.target())
@@ -355,51 +340,6 @@ class AsyncClient:
         """End every sandbox of the node that has all these labels (with none given: every one); returns how many."""
         target = KILL_MANY.target({"label": _labels(labels), "all": None if labels else True})
         return (await self._transport.value(KILL_MANY, target, timeout_s=_KILL_TIMEOUT_S)).killed
-
-    async def adopt(self, sandbox_id: str, *, detach: bool = False) -> AsyncSandbox:
-        """Take a sandbox that another node has sent to the blob store of both; it lies on this node's disk then.
-
-        Args:
-            detach: It outlives this client.
-
-        Raises:
-            NotFound: The store has no such sandbox.
-            Conflict: Another node has it, it has ended, or the node has no store.
-            SnapshotIncompatible: Told by its first use: this host can't run what that one has stored.
-        """
-        asked = AdoptRequest(lease_id=None if detach else await self._lease.ensure())
-        target = ADOPT.target(sandbox_id=sandbox_id)
-        await self._transport.value(ADOPT, target, encode(asked), timeout_s=_ADOPT_TIMEOUT_S)
-        return AsyncSandbox(self._transport, sandbox_id)
-
-    def pause_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> AsyncGenerator[TierChange, None]:
-        """Pause many sandboxes; each is told of as it is paused, or as it can't be. It goes on if nobody listens.
-
-        Args:
-            labels: Those that have all these labels.
-            sandbox_ids: Those with these ids, instead. With neither: every sandbox of the node.
-        """
-        return bring(self._transport, "paused", labels, sandbox_ids)
-
-    def page_out_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> AsyncGenerator[TierChange, None]:
-        """Pause many sandboxes, and give their cold memory away; as `pause_many`."""
-        return bring(self._transport, "paged_out", labels, sandbox_ids)
-
-    def hibernate_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> AsyncGenerator[TierChange, None]:
-        """Hibernate many sandboxes, a few at a time; as `pause_many`."""
-        return bring(self._transport, "hibernated", labels, sandbox_ids)
-
-    def resume_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> AsyncGenerator[TierChange, None]:
-        """Wake many sandboxes, those first that somebody waits for; as `pause_many`."""
-        return bring(self._transport, "running", labels, sandbox_ids)
 
     async def pool(self) -> PoolInfo:
         """The node's warm pool: what is ready, and what became of it so far."""

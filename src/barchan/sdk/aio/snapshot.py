@@ -7,14 +7,17 @@ from msgspec.structs import replace
 
 from barchan.model.node import ImageInfo
 from barchan.model.sandbox import SandboxSpec
-from barchan.model.snapshot_info import SnapshotInfo, SnapshotKind
+from barchan.model.snapshot_info import SnapshotInfo, SnapshotKind, SnapshotPull, SnapshotPush
 from barchan.sdk.endpoint import Endpoint
-from barchan.sdk.transport import Call, Transport, shared_transport
+from barchan.sdk.transport import Call, Transport, encode, shared_transport
 
 SNAPSHOTS = Call("snapshot_list", list[SnapshotInfo])
 SNAPSHOT_INFO = Call("snapshot_info", SnapshotInfo)
 SNAPSHOT_REMOVE = Call("snapshot_remove", SnapshotInfo)
+SNAPSHOT_PUSH = Call("snapshot_push", SnapshotPush)
+SNAPSHOT_PULL = Call("snapshot_pull", SnapshotInfo)
 
+TRANSFER_TIMEOUT_S = 3600.0  # gigabytes, to or from a slow store
 _REMOVE_TIMEOUT_S = 120.0
 
 
@@ -89,6 +92,18 @@ class AsyncSnapshot(SnapshotFacts):
     def __reduce__(self) -> tuple[Any, ...]:
         return _revive, (self._transport.endpoint, self.info)
 
+    async def push(self, *, timeout_s: float = TRANSFER_TIMEOUT_S) -> SnapshotPush:
+        """Send it to the node's blob store, from where other nodes have it: `client.pull_snapshot(id)`. It stays here.
+
+        What is there already is not sent again.
+
+        Raises:
+            Conflict: The node has no store.
+            BlobUnavailable: The store is slow or dead.
+        """
+        target = SNAPSHOT_PUSH.target(snapshot_id=self.id)
+        return await self._transport.value(SNAPSHOT_PUSH, target, timeout_s=timeout_s)
+
     async def remove(self) -> None:
         """Forget it with its image; sandboxes, and snapshots that came of it, stay.
 
@@ -105,6 +120,11 @@ def _revive(endpoint: Endpoint, info: SnapshotInfo) -> AsyncSnapshot:
 
 async def find(transport: Transport, snapshot_id: str) -> AsyncSnapshot:
     return AsyncSnapshot(transport, await transport.value(SNAPSHOT_INFO, SNAPSHOT_INFO.target(snapshot_id=snapshot_id)))
+
+
+async def pulled(transport: Transport, snapshot_id: str, name: str | None, timeout_s: float) -> AsyncSnapshot:
+    target, asked = SNAPSHOT_PULL.target(snapshot_id=snapshot_id), encode(SnapshotPull(name=name))
+    return AsyncSnapshot(transport, await transport.value(SNAPSHOT_PULL, target, asked, timeout_s=timeout_s))
 
 
 async def listed(transport: Transport, metadata: Mapping[str, str]) -> list[AsyncSnapshot]:
