@@ -3,17 +3,27 @@
 `synchronous=OFF`: a killed process loses nothing; a machine that loses power loses its sandboxes anyway.
 """
 
-import sqlite3
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from barchan.errors import BarchanError, BlobUnavailable, RequirementMissing, SandboxExpired, SandboxLost
+from barchan.errors import (
+    BackendError,
+    BarchanError,
+    BlobUnavailable,
+    CapacityError,
+    RequirementMissing,
+    SandboxExpired,
+    SandboxLost,
+)
 from barchan.image.template import Template
 from barchan.model.node import LeaseRequest
 from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
+from barchan.node.database import Database
 from barchan.node.rest import Stored
 
 _SCHEMA = """
@@ -98,10 +108,15 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class Journal:
-    """All methods are short and synchronous: tens of microseconds each."""
+    """All methods are short and synchronous: tens of microseconds each.
+
+    Those that write raise `CapacityError` or `BackendError`, and have then written nothing.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db = Database.open(path)
+        self._ends: dict[str, tuple[Phase, str, float, float]] = {}  # not written yet
+        self._uses: dict[str, float] = {}
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=OFF")
         self._db.executescript(_SCHEMA)
@@ -130,11 +145,27 @@ class Journal:
         )
 
     def end(self, sandbox_id: str, phase: Phase, cause: str, create_ms: float = 0.0) -> None:
-        self._db.execute(
-            "UPDATE sandbox SET phase = ?, end_cause = ?, ended_unix_s = ?, create_ms = ? "
-            "WHERE id = ? AND ended_unix_s IS NULL",
-            (phase, cause, time.time(), create_ms, sandbox_id),
-        )
+        """Never fails, for no sandbox stays because the disk is full: see `settle`. The first end stands."""
+        if sandbox_id not in self._ends:
+            self._ends[sandbox_id] = (phase, cause, time.time(), create_ms)
+        self._settle_quietly()
+
+    def settle(self) -> None:
+        """Write what could not be written when it happened."""
+        for sandbox_id, end in list(self._ends.items()):
+            self._db.execute(
+                "UPDATE sandbox SET phase = ?, end_cause = ?, ended_unix_s = ?, create_ms = ? "
+                "WHERE id = ? AND ended_unix_s IS NULL",
+                (*end, sandbox_id),
+            )
+            del self._ends[sandbox_id]
+        for lease_id, sandbox_s in list(self._uses.items()):
+            self._db.execute("UPDATE lease_terms SET sandbox_s = ? WHERE id = ?", (sandbox_s, lease_id))
+            del self._uses[lease_id]
+
+    def _settle_quietly(self) -> None:
+        with suppress(CapacityError, BackendError):  # the sweep tries again, and says so
+            self.settle()
 
     def prune(self) -> None:
         """Forget what ended long ago."""
@@ -144,7 +175,6 @@ class Journal:
     def pause(self, sandbox_id: str, *, is_asked: bool) -> None:
         """It has stopped, with its memory kept."""
         with self._db:
-            self._db.execute("BEGIN")
             self._set_phase(sandbox_id, "paused")
             self._db.execute(
                 "INSERT INTO sandbox_rest (id, since_unix_s, is_asked) VALUES (?, ?, ?) "
@@ -159,20 +189,23 @@ class Journal:
     def hibernate(self, sandbox_id: str, stored: Stored) -> None:
         """All of it is on disk: from now on the processes that are left may go."""
         with self._db:
-            self._db.execute("BEGIN")
             self._set_phase(sandbox_id, "hibernated")
             self._db.execute(
-                "UPDATE sandbox_rest SET stored = ? WHERE id = ?", (msgspec.json.encode(stored), sandbox_id)
+                "INSERT INTO sandbox_rest (id, since_unix_s, stored) VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
+                "stored = excluded.stored, since_unix_s = coalesce(since_unix_s, excluded.since_unix_s)",
+                (sandbox_id, time.time(), msgspec.json.encode(stored)),
             )
 
     def published(self, sandbox_id: str) -> None:
         """It is about to be told of in the blob store."""
-        self._db.execute("UPDATE sandbox_rest SET is_published = 1 WHERE id = ?", (sandbox_id,))
+        self._db.execute(
+            "INSERT INTO sandbox_rest (id, is_published) VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET is_published = 1",
+            (sandbox_id,),
+        )
 
     def take(self, sandbox_id: str, spec: SandboxSpec, template: Template, stored: Stored) -> None:
         """A sandbox of another node came from the blob store, on disk; it may have been here before."""
         with self._db:
-            self._db.execute("BEGIN")
             for table in ("sandbox", "sandbox_rest"):
                 self._db.execute(f"DELETE FROM {table} WHERE id = ?", (sandbox_id,))
             self.begin(sandbox_id, spec, template)
@@ -189,7 +222,6 @@ class Journal:
             template: What it is made of from now on, if that has changed, with `own_layers` of its own.
         """
         with self._db:
-            self._db.execute("BEGIN")
             self._set_phase(sandbox_id, "booting")
             if template is not None:
                 self._db.execute(
@@ -226,8 +258,11 @@ class Journal:
         )
 
     def lease_use(self, lease_id: str, sandbox_s: float) -> None:
-        """The seconds of a lease's ended sandboxes; those of live ones follow from when they were created."""
-        self._db.execute("UPDATE lease_terms SET sandbox_s = ? WHERE id = ?", (sandbox_s, lease_id))
+        """The seconds of a lease's ended sandboxes; those of live ones follow from when they were created. Never fails,
+        as `end`.
+        """
+        self._uses[lease_id] = sandbox_s
+        self._settle_quietly()
 
     def lease_drop(self, lease_id: str) -> None:
         self._db.execute("DELETE FROM lease WHERE id = ?", (lease_id,))
@@ -256,22 +291,25 @@ class Journal:
             "asleep_s, since_unix_s, is_asked, stored, own_layers, is_published "
             "FROM sandbox LEFT JOIN sandbox_rest ON sandbox_rest.id = sandbox.id " + where
         )
-        return [
-            Row(
-                sandbox_id=found[0],
-                spec=msgspec.json.decode(found[1], type=SandboxSpec),
-                template=msgspec.json.decode(found[2], type=Template),
-                phase=found[3],
-                created_unix_s=found[4],
-                create_ms=found[5],
-                ended_unix_s=found[6],
-                end_cause=found[7],
-                asleep_s=found[8] or 0.0,
-                since_unix_s=found[9],
-                is_asked=bool(found[10]),
-                stored=msgspec.json.decode(found[11], type=Stored) if found[11] else None,
-                own_layers=found[12] or 0,
-                is_published=bool(found[13]),
-            )
-            for found in self._db.execute(query, values)
-        ]
+        return [self._row(found) for found in self._db.execute(query, values)]
+
+    def _row(self, found: tuple[Any, ...]) -> Row:
+        phase, end_cause, ended_unix_s, create_ms = found[3], found[7], found[6], found[5]
+        if ended_unix_s is None and found[0] in self._ends:
+            phase, end_cause, ended_unix_s, create_ms = self._ends[found[0]]
+        return Row(
+            sandbox_id=found[0],
+            spec=msgspec.json.decode(found[1], type=SandboxSpec),
+            template=msgspec.json.decode(found[2], type=Template),
+            phase=phase,
+            created_unix_s=found[4],
+            create_ms=create_ms,
+            ended_unix_s=ended_unix_s,
+            end_cause=end_cause,
+            asleep_s=found[8] or 0.0,
+            since_unix_s=found[9],
+            is_asked=bool(found[10]),
+            stored=msgspec.json.decode(found[11], type=Stored) if found[11] else None,
+            own_layers=found[12] or 0,
+            is_published=bool(found[13]),
+        )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from barchan.core.density import Step, step
 from barchan.core.hibernation import PAUSE_AFTER_S, QUIET_S, Facts, Host, Move, decide
+from barchan.errors import BarchanError
 from barchan.node.density import pressure
 from barchan.node.live import Live
 
@@ -35,7 +36,7 @@ class Policy:
             await asyncio.sleep(TICK_S)
             try:
                 await self._tick()
-            except OSError as error:  # of a group that went while it was looked at
+            except (BarchanError, OSError) as error:  # of a group that went while it was looked at
                 asyncio.get_running_loop().call_exception_handler({"message": "the tiers' policy", "exception": error})
 
     async def _tick(self) -> None:

@@ -1,6 +1,5 @@
 """The node's snapshots on disk: a table of the journal's database, on the journal's terms."""
 
-import sqlite3
 from pathlib import Path
 
 import msgspec
@@ -8,6 +7,7 @@ from msgspec import Struct
 
 from barchan.model.sandbox import SandboxSpec
 from barchan.model.snapshot_info import SnapshotKind
+from barchan.node.database import Database
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS snapshot (
@@ -49,7 +49,7 @@ class SnapshotJournal:
     """All methods are short and synchronous: tens of microseconds each, and per row."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db = Database.open(path)
         self._db.execute("PRAGMA synchronous=OFF")
         self._db.executescript(_SCHEMA)
 

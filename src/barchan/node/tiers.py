@@ -197,9 +197,9 @@ class Tiers:
         async with live.rest.turn:
             self._check_wanted(live)
             if is_asked and not live.rest.is_asked:
-                live.rest.is_asked = True
                 if live.phase != "ready":
                     self._sandboxes.journal.asked(live.sandbox_id)
+                live.rest.is_asked = True
             if DEPTH[live.rest.tier] >= DEPTH[tier]:
                 return
             live.rest.is_descending = True
@@ -232,13 +232,17 @@ class Tiers:
         if live.rest.wanted.is_set():
             await live.handle.thaw(0.0)
         self._check_wanted(live)
+        try:
+            self._sandboxes.journal.pause(live.sandbox_id, is_asked=is_asked)
+        except BarchanError:  # what is not noted has not happened
+            await live.handle.thaw(asyncio.get_running_loop().time() - live.rest.frozen_at)
+            raise
         live.clock.stop()
         live.rest.woken.clear()
         live.phase = next_phase(live.phase, Fact.FROZEN)
         live.rest.tier = "paused"
         live.rest.memory_bytes = live.handle.stats().memory_bytes
         self._sandboxes.leases.stand_still(live.spec.lease_id, live.sandbox_id)
-        self._sandboxes.journal.pause(live.sandbox_id, is_asked=is_asked)
 
     async def _page_out(self, live: Live) -> None:
         live.rest.freed_bytes += await live.handle.page_out()

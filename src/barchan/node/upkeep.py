@@ -5,6 +5,7 @@ import time
 from typing import TYPE_CHECKING
 
 from barchan import backends
+from barchan.errors import BarchanError
 from barchan.model.node import NodeInfo
 from barchan.node.density import memory
 
@@ -20,14 +21,22 @@ async def sweep(sandboxes: "Sandboxes") -> None:
     turn = 0
     while True:
         await asyncio.sleep(SWEEP_S)
-        end_idle(sandboxes)
-        if sandboxes.holds.is_due:
-            sandboxes.tasks.spawn(sandboxes.holds.settle(sandboxes.unmount))
         turn += 1
-        if turn % 60 == 0:
-            await sandboxes.unmount()  # of images that other processes have removed
-            sandboxes.journal.prune()
-            sandboxes.lost = dict(list(sandboxes.lost.items())[-LOST_KEPT_MAX:])
+        try:
+            await _sweep_once(sandboxes, is_thorough=turn % 60 == 0)
+        except (BarchanError, OSError) as error:  # a full disk, mostly: the next turn may find room
+            asyncio.get_running_loop().call_exception_handler({"message": "the node's sweep", "exception": error})
+
+
+async def _sweep_once(sandboxes: "Sandboxes", *, is_thorough: bool) -> None:
+    end_idle(sandboxes)
+    if sandboxes.holds.is_due:
+        sandboxes.tasks.spawn(sandboxes.holds.settle(sandboxes.unmount))
+    sandboxes.journal.settle()
+    if is_thorough:
+        await sandboxes.unmount()  # of images that other processes have removed
+        sandboxes.journal.prune()
+        sandboxes.lost = dict(list(sandboxes.lost.items())[-LOST_KEPT_MAX:])
 
 
 def end_idle(sandboxes: "Sandboxes") -> None:

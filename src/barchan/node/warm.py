@@ -59,7 +59,7 @@ class WarmPool:
         while True:
             try:
                 await self._look()
-            except BarchanError as error:  # a supervisor that is going: the next one is asked again
+            except (BarchanError, OSError) as error:  # a supervisor that is going: the next one is asked again
                 self._kept_by = None
                 _complain("filling the warm pool", error)
             await asyncio.sleep(LOOK_S)
@@ -99,5 +99,5 @@ class WarmPool:
         return await self._keep(await self._sandboxes.backend(BACKEND), self._kept)
 
 
-def _complain(what: str, error: BarchanError) -> None:
+def _complain(what: str, error: Exception) -> None:
     asyncio.get_running_loop().call_exception_handler({"message": f"{what} failed", "exception": error})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from barchan.errors import RequirementMissing
+from barchan.errors import BackendError, CapacityError, RequirementMissing
 from barchan.image.template import Layer, Template
 from barchan.model.sandbox import SandboxSpec
 from barchan.node import journal as module
@@ -40,7 +40,7 @@ def test_a_create_id_is_taken_once(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     journal.begin("sb_1", SPEC, TEMPLATE)
     journal.end("sb_1", "stopped", "killed")
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(BackendError):
         journal.begin("sb_2", SPEC, TEMPLATE)
     found = journal.find_create("c1")
     assert found is not None
@@ -120,3 +120,45 @@ def test_what_has_ended_does_not_go_to_sleep(tmp_path: Path) -> None:
     row = journal.find("sb_1")
     assert row is not None
     assert (row.phase, row.end_cause) == ("stopped", "killed")
+
+
+STORED = Stored(snapshot_id="hib_1", template=TEMPLATE, own_layers=1, frozen_s=0.0, memory_bytes=1)
+
+
+def test_one_on_disk_is_found_there_though_its_pause_was_never_noted(tmp_path: Path) -> None:
+    """So is that other nodes may have it."""
+    journal = Journal(tmp_path / "journal")
+    for sandbox_id in ("sb_1", "sb_2"):
+        journal.begin(sandbox_id, replace(SPEC, create_id=None), TEMPLATE)
+    journal.hibernate("sb_1", STORED)
+    journal.published("sb_2")
+    rows = {row.sandbox_id: row for row in Journal(tmp_path / "journal").live()}
+    assert (rows["sb_1"].phase, rows["sb_1"].stored) == ("hibernated", STORED)
+    assert rows["sb_1"].since_unix_s is not None
+    assert rows["sb_2"].is_published
+    journal.wake("sb_1")
+    row = journal.find("sb_1")
+    assert row is not None and row.stored is None
+
+
+def test_a_full_disk_is_said_and_ends_are_written_later(tmp_path: Path) -> None:
+    """What can't be noted is an error, and half of it is not there; an end holds, and is noted when there is room."""
+    journal = Journal(tmp_path / "journal")
+    journal.begin("sb_1", SPEC, TEMPLATE)
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")
+    long = replace(TEMPLATE, source="x" * 20_000)
+    with pytest.raises(CapacityError, match="full"):
+        journal.hibernate("sb_1", replace(STORED, template=long))
+    row = journal.find("sb_1")
+    assert row is not None and (row.phase, row.stored) == ("booting", None)
+    journal.end("sb_1", "stopped", "killed" * 5000)
+    journal.end("sb_1", "lost", "later")
+    row = journal.find("sb_1")
+    assert row is not None and (row.phase, row.error().code) == ("stopped", "sandbox_expired")
+    with pytest.raises(CapacityError):
+        journal.settle()
+    journal._db.execute("PRAGMA max_page_count = 1000000")
+    assert [row.sandbox_id for row in Journal(tmp_path / "journal").live()] == ["sb_1"]
+    journal.settle()
+    assert Journal(tmp_path / "journal").live() == []
