@@ -58,7 +58,11 @@ def decide(limits: Limits, load: Load) -> Decision:
         raise CapacityError(f"this node runs its {limits.running_max} sandboxes", retry_after_ms=1000)
     _check_memory(limits, load)
     if load.disk_available_mib < limits.disk_reserve_mib:
-        raise CapacityError(f"only {load.disk_available_mib} MiB of disk are free", retry_after_ms=5000)
+        raise CapacityError(
+            f"only {load.disk_available_mib} MiB of disk are free, and a sandbox is started with "
+            f"{limits.disk_reserve_mib} at least (try: barchan image gc, or barchan snapshot rm)",
+            retry_after_ms=5000,
+        )
     if load.starting < limits.starting_max:
         return "start"
     if load.queued >= limits.queued_max:

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 from barchan.core.density import step
 from barchan.core.hibernation import Waits
 from barchan.core.lifecycle import Fact, next_phase
-from barchan.errors import BackendError, BarchanError, CapacityError, Conflict, NotSnapshotable, RequirementMissing
+from barchan.errors import (
+    BackendError,
+    BarchanError,
+    CallerError,
+    CapacityError,
+    Conflict,
+    GuestError,
+    NotSnapshotable,
+    RequirementMissing,
+    SnapshotIncompatible,
+)
 from barchan.model.tiers import Tier, TierChange
 from barchan.node import hibernate
 from barchan.node.density import pressure
@@ -122,8 +132,8 @@ class Tiers:
                     self._sandboxes.journal.wake(live.sandbox_id)
                     await live.handle.thaw(asyncio.get_running_loop().time() - rest.frozen_at)
                     self.went_up(live)
-        except OSError as error:
-            raise BackendError(f"the sandbox can't be woken: {error}") from error
+        except (OSError, CallerError, GuestError) as error:
+            raise _not_woken(live, error) from error
         finally:
             rest.waking = None
             rest.wanted.clear()
@@ -258,8 +268,12 @@ class Tiers:
         except (NotSnapshotable, RequirementMissing) as error:
             live.rest.refused, live.rest.can_be_stored = str(error), False
             raise type(error)(f"it stays paused: {error}", **error.details) from error
+        except CapacityError as error:
+            live.rest.refused = str(error)
+            raise
         except OSError as error:
-            raise CapacityError(f"it stays paused: the disk takes no more: {error}", retry_after_ms=1000) from error
+            live.rest.refused = f"the disk takes no more: {error}"
+            raise CapacityError(f"it stays paused: {live.rest.refused}", retry_after_ms=1000) from error
 
     def _check_wanted(self, live: Live) -> None:
         """Raise where nobody should go on going down."""
@@ -267,3 +281,12 @@ class Tiers:
             self._sandboxes.get(live.sandbox_id)
         if live.rest.wanted.is_set():
             raise Conflict(f"it stays awake: {TURNED_ROUND}")
+
+
+def _not_woken(live: Live, error: Exception) -> BarchanError:
+    """A wake that fails is about the sandbox as a whole: nobody may take it for a failure of what was asked for."""
+    if isinstance(error, SnapshotIncompatible):
+        return SnapshotIncompatible(str(error), **error.details | {"sandbox_id": live.sandbox_id})
+    if isinstance(error, BarchanError) and "sandbox_id" in error.details:
+        return error
+    return BackendError(f"the sandbox can't be woken: {error}", sandbox_id=live.sandbox_id)
