@@ -9,6 +9,10 @@ import pytest
 
 import barchan
 from barchan.errors import BackendError
+from barchan.rollout.artifact import take
+from barchan.rollout.graders.base import Artifact
+from barchan.rollout.task import FilesArtifact, ScriptGrader, Task
+from barchan.rollout.tools import Workspace
 from tests.nodes import NodeProcess
 
 pytestmark = [pytest.mark.requires("root", "cgroup", "criu"), pytest.mark.timeout(120)]
@@ -71,6 +75,31 @@ async def test_a_sandbox_ends_though_that_cannot_be_noted(node: NodeProcess, cli
     async with asyncio.timeout(20):
         while await _unended(node):
             await asyncio.sleep(0.1)
+
+
+async def test_a_wake_that_fails_is_no_missing_file(node: NodeProcess, client: barchan.AsyncClient) -> None:
+    """Its memory is not on the shelf, say: that is about the sandbox, and no artifact is taken to be missing for it."""
+    sandbox = await client.create("debian", memory_mib=64)
+    await sandbox.files.write("/tmp/kept", b"kept")
+    await sandbox.hibernate()
+    shelf = node.state_dir / "snapshots"
+    (entry,) = [path for path in shelf.iterdir() if path.name.startswith("hib_")]
+    entry.rename(shelf / "elsewhere")
+    task = Task(
+        task_id="t",
+        instruction="",
+        grader=ScriptGrader(command="true"),
+        artifact=FilesArtifact(paths=("/tmp/kept",)),
+    )
+    with pytest.raises(BackendError, match="can't be woken") as raised:
+        await sandbox.files.read("/tmp/kept")
+    assert raised.value.details["sandbox_id"] == sandbox.id
+    with pytest.raises(BackendError):
+        await take(Workspace(sandbox, 1000), task, "image")
+    (shelf / "elsewhere").rename(entry)
+    taken = await take(Workspace(sandbox, 1000), task, "image")
+    assert isinstance(taken, Artifact)
+    assert await sandbox.kill()
 
 
 async def _unended(node: NodeProcess) -> int:

@@ -85,7 +85,7 @@ async def _files(sandbox: Sandbox, spec: FilesArtifact) -> Artifact | Evidence:
                 raise
             return _too_large(spec.bytes_max)
         except NotFound as error:
-            if "sandbox_id" in error.details:
+            if "errno" not in error.details:  # not of a file
                 raise
             notes.append(Evidence(source="artifact", fact="missing", value=path))
             continue

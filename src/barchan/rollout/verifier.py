@@ -80,7 +80,7 @@ async def _clean(sandbox: Sandbox, spec: ScriptGrader) -> None:
     try:
         folders = [entry for entry in await root.list(LOGS) if entry.kind == "directory"]
     except NotFound as error:
-        if "sandbox_id" in error.details:
+        if "errno" not in error.details:
             raise
         return
     for folder in folders:

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from barchan.errors import (
     BackendError,
     CallerError,
+    Conflict,
     ConnectionLost,
     Denied,
     InvalidSpec,
@@ -20,6 +21,7 @@ from barchan.errors import (
     ReadTimeout,
     SandboxExpired,
     SandboxLost,
+    SnapshotIncompatible,
     TaskError,
 )
 from barchan.rollout.calls import ToolCall, call_to, parse_calls
@@ -248,6 +250,10 @@ OTHERS = (
     Denied("this node wants its token"),
     ConnectionLost("gone"),
     ReadTimeout("slow"),
+    NotFound("no memory file of it here", snapshot="hib_1"),
+    NotFound("the supervisor knows no such sandbox"),
+    Conflict("it stays awake: a request came for it"),
+    SnapshotIncompatible("another kernel"),
     BackendError("the applet gave up", wstatus=1 << 8),
     BackendError("the applet was killed", wstatus=9),
 )

@@ -112,7 +112,7 @@ async def clear(sandbox: Sandbox, path: str) -> None:
         try:
             await sandbox.files.as_user(user).remove(path, recursive=True)
         except NotFound as error:
-            if "sandbox_id" in error.details:
+            if "errno" not in error.details:
                 raise
             return
         except Denied:

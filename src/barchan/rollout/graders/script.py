@@ -165,7 +165,7 @@ class ScriptGrading:
             try:
                 found = await files.stat(path)
             except NotFound as error:
-                if "sandbox_id" in error.details:
+                if "errno" not in error.details:
                     raise
                 continue
             if found.kind != "file" or found.size > REWARD_BYTES_MAX:

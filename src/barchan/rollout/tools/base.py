@@ -13,7 +13,18 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from barchan.errors import BarchanError, CallerError, Denied, ReadTimeout, SandboxExpired
+from barchan.errors import (
+    BarchanError,
+    CallerError,
+    Conflict,
+    Denied,
+    NotFound,
+    NotSnapshotable,
+    ReadTimeout,
+    SandboxExpired,
+    SetupFailed,
+    SnapshotIncompatible,
+)
 from barchan.model.sandbox import ExecResult
 from barchan.rollout.ports import Sandbox, Shell
 from barchan.sdk.aio.shell import ShellPoint
@@ -90,9 +101,14 @@ def is_guests_doing(error: BarchanError) -> bool:
     """Whether the guest itself can have caused a failure of an operation in it: its files, its limits.
 
     Errors about the sandbox as a whole are not among them, nor is an operation's process that was killed: it is in no
-    guest's memory limit, and no guest's program can signal it.
+    guest's memory limit, and no guest's program can signal it. What is missing, forbidden or in the way is the guest's
+    only where its kernel says so, or where it is one of its processes.
     """
     if not isinstance(error, CallerError) or isinstance(error, SandboxExpired) or "sandbox_id" in error.details:
+        return False
+    if isinstance(error, NotFound | Conflict):
+        return not {"errno", "process_id"}.isdisjoint(error.details)
+    if isinstance(error, NotSnapshotable | SnapshotIncompatible | SetupFailed):
         return False
     return not isinstance(error, Denied) or "errno" in error.details
 
