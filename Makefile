@@ -1,8 +1,10 @@
 # Every target first brings what it needs (scripts/setup.sh), so any of them works on a fresh clone.
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
-# Suites that own the whole machine for their time (nodes, cgroups, timing) run one test after the other.
-SERIAL := $(wildcard tests/conformance tests/integration tests/security tests/perf)
+# Suites that own the machine for their time, since they kill nodes, press on memory or watch clocks.
+ALONE := tests/security $(patsubst %,tests/integration/test_%.py,density fork hibernate hibernate_away http late_memory \
+	lazy lazy_layer lazy_reader leases memory memory_wakes network node node_restart page_out pager prepared sdk \
+	state_cli state_faults tiers warm_pool zygote)
 ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
@@ -20,10 +22,10 @@ check: setup
 
 test: check
 	@scripts/setup.sh test
-	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy $(SERIAL))
+	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy $(ALONE))
 	$(MAKE) --no-print-directory -C guest OUT=$(ASAN) asan
 	BARCHAN_INIT=$(ASAN)/asan/barchan-init $(PYTEST) -q -n 2 --dist loadfile tests/guest
-	$(PYTEST) -q $(SERIAL)
+	$(PYTEST) -q $(ALONE)
 
 bench:
 	@scripts/setup.sh bench
