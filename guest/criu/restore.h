@@ -6,6 +6,7 @@
 
 #define RESTORE_VARIABLE "BARCHAN_RESTORE" /* the user id that owns the restored user namespace */
 #define RESTORE_PLACE_MAX 256
+#define RESTORE_TEXT_MAX (1 << 20) /* of all places, and of all processes: more is refused at the dump (inside.py) */
 
 enum {
 	RESTORE_STATUS_FD = 3, /* a packet socket for one report */

@@ -2,11 +2,12 @@
  *
  * - Limits of a guest's process are read from /proc where asking for them needs a real CAP_SYS_RESOURCE (userns.c has why).
  * - Since Linux 6.16 only unix sockets have SO_PASSCRED and SO_PASSSEC; CRIU 4.1 asks every socket.
- * - CRIU packs what is in each tmpfs with tar and gzip. A sandbox's two are mostly empty: then neither is run.
+ * - CRIU packs what is in each tmpfs with tar and gzip (tar.c).
  * - A process in a user namespace may not make a userfaultfd; CRIU's helper outside it makes one for it, from the device.
  * - Nor may it put a TCP connection together again, since its network is the host's: that helper begins, and the end is made here.
  * - A restored user namespace is owned by an id of its slot, as that of a launched sandbox is.
  * - The init's socket lies in a mount that is read-only except while CRIU makes the socket.
+ * - The helpers that CRIU makes for sessions whose leaders have ended would keep their parent out of its mount namespace.
  * - When everything is restored and the first process is about to be let go, each process is put into its cgroup, the guest's
  *   being frozen by then, and the supervisor is told which one is the init.
  *
@@ -21,6 +22,7 @@
 #include <linux/userfaultfd.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -42,11 +44,10 @@
 #include <unistd.h>
 
 #include "restore.h"
+#include "shim.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define LIMITS_TEXT_MAX 4096
 #define LIMITS_COLUMN 26 /* of the soft limit in a line of /proc/PID/limits */
-#define PROCESSES_TEXT_MAX (1 << 18)
 #define STATUS_TEXT_MAX 4096
 
 #define FD_COMES_OUT 2 /* of CRIU's helper's call: it answers with a descriptor */
@@ -109,6 +110,16 @@ static ssize_t read_file(int dir_fd, const char *path, char *text, size_t size)
 	return part < 0 ? -1 : (ssize_t)length;
 }
 
+/* All of it, or it is too large. */
+static int read_whole(int dir_fd, const char *path, char *text, size_t size)
+{
+	ssize_t length = read_file(dir_fd, path, text, size);
+
+	if (length == (ssize_t)size - 1)
+		return errno = E2BIG, -1;
+	return length < 0 ? -1 : 0;
+}
+
 static int write_file(int dir_fd, const char *path, const char *text)
 {
 	int fd = openat(dir_fd, path, O_WRONLY | O_CLOEXEC);
@@ -164,48 +175,6 @@ EXPORT int getsockopt(int fd, int level, int name, void *restrict value, socklen
 		return 0;
 	}
 	return (int)answer(result);
-}
-
-/* --- tar ---------------------------------------------------------------------------------------------------------- */
-
-/* As `tar --create --gzip` makes it of nothing: 10,240 zeros. */
-static const unsigned char empty_archive[] = {
-	0x1f, 0x8b, 0x08, 0x00, 0x00, 0x00, 0x00, 0x00, 0x02, 0x03, 0xed, 0xc1, 0x01, 0x0d, 0x00, 0x00, 0x00, 0xc2, 0xa0, 0xf7, 0x4f, 0x6d, 0x0e,
-	0x37, 0xa0, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x80, 0x37, 0x03, 0x9a, 0xde, 0x1d, 0x27, 0x00, 0x28, 0x00, 0x00,
-};
-
-/* Nothing but sockets, which tar leaves out and CRIU makes, and the mode that it is mounted with. */
-static bool is_empty(int dir_fd)
-{
-	struct stat info;
-	struct dirent *entry;
-	DIR *dir;
-
-	if (fstat(dir_fd, &info) < 0 || ((info.st_mode & 07777) != 01777 && (info.st_mode & 07777) != 0700))
-		return false;
-	int fd = openat(dir_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	bool result = fd >= 0 && (dir = fdopendir(fd));
-	while (result && (entry = readdir(dir)))
-		result = strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 || entry->d_type == DT_SOCK;
-	return result;
-}
-
-/* The directory is the standard input of the one, the archive that of the other. */
-static bool is_done_without_tar(const char *what)
-{
-	unsigned char start[sizeof(empty_archive) + 1];
-
-	if (strcmp(what, "--create") == 0)
-		return is_empty(STDIN_FILENO) && write(STDOUT_FILENO, empty_archive, sizeof(empty_archive)) == sizeof(empty_archive);
-	return strcmp(what, "--extract") == 0 && pread(STDIN_FILENO, start, sizeof(start), 0) == sizeof(empty_archive) &&
-	       memcmp(start, empty_archive, sizeof(empty_archive)) == 0;
-}
-
-EXPORT int execvp(const char *file, char *const arguments[])
-{
-	if (strcmp(file, "tar") == 0 && arguments[1] && is_done_without_tar(arguments[1]))
-		_exit(0);
-	return execvpe(file, arguments, environ);
 }
 
 /* --- userfaultfd -------------------------------------------------------------------------------------------------- */
@@ -366,6 +335,19 @@ EXPORT int listen(int fd, int backlog)
 	return (int)answer(kernel(SYS_listen, fd, backlog, 0, 0, 0, 0));
 }
 
+/* --- mount namespaces ----------------------------------------------------------------------------------------------- */
+
+/* CRIU makes a helper for a leader of a session that has ended. It shares its parent's root directory, and the kernel lets nobody who
+ * shares that enter a mount namespace, as the init must to bind its socket. */
+EXPORT int setns(int fd, int kind)
+{
+	long result = kernel(SYS_setns, fd, kind, 0, 0, 0, 0);
+
+	if (result == -EINVAL && kind == CLONE_NEWNS && restore_owner() >= 0 && kernel(SYS_unshare, CLONE_FS, 0, 0, 0, 0, 0) == 0)
+		result = kernel(SYS_setns, fd, kind, 0, 0, 0, 0);
+	return (int)answer(result);
+}
+
 /* --- the places of the processes ---------------------------------------------------------------------------------- */
 
 /* The pid in the innermost namespace, or 0 for a process that is in ours: CRIU itself and its helpers. */
@@ -426,11 +408,11 @@ static int place_one(const char *pid, const char *places)
 
 static int place_all(void)
 {
-	static char processes[PROCESSES_TEXT_MAX], places[PROCESSES_TEXT_MAX];
+	static char processes[RESTORE_TEXT_MAX], places[RESTORE_TEXT_MAX];
 	char *rest = processes, *pid, init[16] = "";
 
-	if (read_file(RESTORE_WORK_FD, "cgroup.procs", processes, sizeof(processes)) < 0 ||
-	    read_file(RESTORE_JOB_FD, "places", places, sizeof(places)) < 0)
+	if (read_whole(RESTORE_WORK_FD, "cgroup.procs", processes, sizeof(processes)) < 0 ||
+	    read_whole(RESTORE_JOB_FD, "places", places, sizeof(places)) < 0)
 		return -1;
 	while ((pid = strsep(&rest, "\n")) && *pid) {
 		if (pid_inside(pid) == 1)

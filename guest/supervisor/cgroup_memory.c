@@ -6,10 +6,10 @@
 #include <sys/fsuid.h>
 #include <sys/stat.h>
 
+#include "../criu/restore.h"
 #include "supervisor.h"
 
 #define NAME_PATH_MAX 512
-#define PLACES_BYTES_MAX (1u << 18)
 
 /* The calling process; in the version 2 hierarchy it was born there. */
 int cgroup_enter(const char *name)
@@ -89,10 +89,11 @@ static int make_place(const struct sandbox *sandbox, const char *name)
 /* From `places`, lines of "PID PLACE". */
 int cgroup_make_places(const struct sandbox *sandbox, int job_fd)
 {
-	static char text[PLACES_BYTES_MAX];
+	static char text[RESTORE_TEXT_MAX];
 	char *rest = text, *line, *name;
 	uid_t uid = sandbox->uid_base + init_uid();
-	int result = read_at(job_fd, "places", text, sizeof(text)) < 0 ? -1 : 0;
+	ssize_t length = read_at(job_fd, "places", text, sizeof(text));
+	int result = length < 0 ? -1 : length == sizeof(text) - 1 ? (errno = E2BIG, -1) : 0;
 
 	setfsgid(uid), setfsuid(uid);
 	while (result == 0 && (line = strsep(&rest, "\n")) && *line) {

@@ -2,7 +2,8 @@
  * of which numbers it always allows.
  *
  * Anything not listed is EPERM; numbers newer than this list ENOSYS, so that programs fall back as on an older kernel; clone3 ENOSYS,
- * since its flags lie in memory; another architecture's calls kill. */
+ * since its flags lie in memory; another architecture's calls kill. What a program could ask to be forbidden to itself, and would not be
+ * any more when it comes back from disk (mseal, PR_SET_MDWE), is not there either: it is to know that. */
 #define _GNU_SOURCE
 #include <linux/audit.h>
 #include <linux/filter.h>
@@ -31,12 +32,14 @@
 #define NEW_NAMESPACES                                                                                                     \
 	(CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET)
 #define NEW_TIME_NAMESPACE 0x80u
+#define MSEAL 462
+#define DENY_WRITE_EXECUTE 65 /* PR_SET_MDWE */
 #define TERMINAL_INJECT 0x5412u	  /* TIOCSTI */
 #define CONSOLE_SELECT 0x541cu	  /* TIOCLINUX */
 #define QUERY_PERSONALITY 0xffffffffu
 #define ERRNO(number) (SECCOMP_RET_ERRNO | (number))
 
-enum action { DENY, ALLOW, ABSENT, ENTER, CHECK_CLONE, CHECK_UNSHARE, CHECK_IOCTL, CHECK_SOCKET, CHECK_PERSONALITY };
+enum action { DENY, ALLOW, ABSENT, ENTER, CHECK_CLONE, CHECK_UNSHARE, CHECK_IOCTL, CHECK_SOCKET, CHECK_PERSONALITY, CHECK_PRCTL };
 
 static const short allowed[] = {
 #if defined(__x86_64__)
@@ -63,7 +66,7 @@ static const short allowed[] = {
 	SYS_mprotect, SYS_mq_getsetattr, SYS_mq_notify, SYS_mq_open, SYS_mq_timedreceive, SYS_mq_timedsend, SYS_mq_unlink,
 	SYS_mremap, SYS_msgctl, SYS_msgget, SYS_msgrcv, SYS_msgsnd, SYS_msync, SYS_munlock, SYS_munlockall, SYS_munmap,
 	SYS_name_to_handle_at, SYS_nanosleep, SYS_newfstatat, SYS_openat, SYS_openat2, SYS_pidfd_getfd, SYS_pidfd_open, SYS_pidfd_send_signal,
-	SYS_pipe2, SYS_pkey_alloc, SYS_pkey_free, SYS_pkey_mprotect, SYS_ppoll, SYS_prctl, SYS_pread64, SYS_preadv, SYS_preadv2,
+	SYS_pipe2, SYS_pkey_alloc, SYS_pkey_free, SYS_pkey_mprotect, SYS_ppoll, SYS_pread64, SYS_preadv, SYS_preadv2,
 	SYS_prlimit64, SYS_process_madvise, SYS_process_mrelease, SYS_process_vm_readv, SYS_process_vm_writev, SYS_pselect6,
 	SYS_ptrace, SYS_pwrite64, SYS_pwritev, SYS_pwritev2, SYS_read, SYS_readahead, SYS_readlinkat, SYS_readv, SYS_recvfrom,
 	SYS_recvmmsg, SYS_recvmsg, SYS_remap_file_pages, SYS_removexattr, SYS_renameat, SYS_renameat2, SYS_restart_syscall,
@@ -81,8 +84,8 @@ static const short allowed[] = {
 	SYS_times, SYS_tkill, SYS_truncate, SYS_umask, SYS_uname, SYS_unlinkat, SYS_utimensat, SYS_vmsplice, SYS_wait4,
 	SYS_waitid, SYS_write, SYS_writev,
 	/* The same numbers everywhere, newer than some headers: set_mempolicy_home_node, cachestat, fchmodat2, map_shadow_stack,
-	 * futex_wake, futex_wait, futex_requeue, mseal, setxattrat, getxattrat, listxattrat, removexattrat. */
-	450, 451, 452, 453, 454, 455, 456, 462, 463, 464, 465, 466,
+	 * futex_wake, futex_wait, futex_requeue, setxattrat, getxattrat, listxattrat, removexattrat. */
+	450, 451, 452, 453, 454, 455, 456, 463, 464, 465, 466,
 };
 
 static struct sock_filter program[1024];
@@ -144,6 +147,7 @@ static void emit_socket_check(void)
 
 static void emit_action(enum action action)
 {
+	static const uint32_t unknown[] = {DENY_WRITE_EXECUTE};
 	static const uint32_t terminal[] = {TERMINAL_INJECT, CONSOLE_SELECT};
 	static const uint32_t harmless[] = {PER_LINUX, PER_LINUX32, UNAME26, PER_LINUX32 | UNAME26, ADDR_NO_RANDOMIZE, QUERY_PERSONALITY};
 
@@ -165,6 +169,10 @@ static void emit_action(enum action action)
 	case CHECK_PERSONALITY:
 		emit_load_argument(0);
 		emit_value_check(harmless, COUNT(harmless), SECCOMP_RET_ALLOW, ERRNO(EPERM));
+		break;
+	case CHECK_PRCTL:
+		emit_load_argument(0);
+		emit_value_check(unknown, COUNT(unknown), ERRNO(EINVAL), SECCOMP_RET_ALLOW);
 		break;
 	}
 }
@@ -198,6 +206,8 @@ static void decide(void)
 	actions[SYS_ioctl] = CHECK_IOCTL;
 	actions[SYS_socket] = CHECK_SOCKET;
 	actions[SYS_personality] = CHECK_PERSONALITY;
+	actions[SYS_prctl] = CHECK_PRCTL;
+	actions[MSEAL] = ABSENT;
 	for (unsigned number = 0; number < NUMBERS_END; number++)
 		if (number == 0 || actions[number] != actions[number - 1]) {
 			segments[segment_count].first = number;

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from barchan.backends.base import Backend, Handle
 from barchan.core.finished import finished
 from barchan.core.lifecycle import Fact, next_phase
-from barchan.errors import BackendError, NotFound
+from barchan.errors import BackendError, BarchanError, BootFailed, ConnectionLost, NotFound
 from barchan.image.template import Template
 from barchan.model.image import ASLEEP_PREFIX
 from barchan.model.node import SnapshotRequest
@@ -151,27 +151,43 @@ async def restore(sandboxes: "Sandboxes", live: Live) -> None:
     """Bring a hibernated sandbox back, and let it run.
 
     Raises:
-        SnapshotCorrupt, SnapshotIncompatible, BootFailed, CapacityError, ...: It stays where it is.
+        SnapshotCorrupt, SnapshotIncompatible, BackendError, CapacityError, ...: It stays where it is.
     """
     stored = live.rest.stored
     assert stored is not None
     backend = await sandboxes.backend(live.spec.backend)
     memory = sandboxes.state_dir / f"{FOLDER_PREFIX}{secrets.token_hex(8)}"
     claimed = await away.claim(sandboxes, live)
+    handle: Handle | None = None
     try:
         async with unpacked(backend, sandboxes.shelf, live.sandbox_id, stored.snapshot_id, memory) as found:
+            check_lives(sandboxes, live)
             handle = await backend.restore(
                 live.sandbox_id, live.spec, stored.template, memory, found.record, cut=None, pager=found.pager
             )
             try:
                 await _take(sandboxes, live, handle)
             except BaseException:
-                await finished(handle.destroy())
+                gone, handle = handle, None
+                await finished(_part(live, gone))
                 raise
-    except BaseException:
+        _count(sandboxes, live, stored)
+    except BaseException as error:
+        if handle is not None:
+            await finished(_part(live, handle))
         await away.give_back(sandboxes, claimed)
+        if isinstance(error, BootFailed):  # of its processes here; the sandbox is not lost
+            raise BackendError(
+                f"{live.sandbox_id} could not be woken, and is on disk as it was; ask again: {error}", **error.details
+            ) from error
         raise
     await finished(_let_go(sandboxes, live, stored))
+
+
+def check_lives(sandboxes: "Sandboxes", live: Live) -> None:
+    """Raise for one that is being ended: it need not come back for that."""
+    if live.ending is not None:
+        sandboxes.get(live.sandbox_id)
 
 
 async def _take(sandboxes: "Sandboxes", live: Live, handle: Handle) -> None:
@@ -187,17 +203,46 @@ async def _take(sandboxes: "Sandboxes", live: Live, handle: Handle) -> None:
     live.network = await Network.open(live.spec, handle, live.files, is_new=False)
 
 
-async def _let_go(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
-    """Its processes are there: from here on they count, and what is on disk does not."""
-    live.template = replace(live.template, layers=stored.template.layers, size_bytes=stored.template.size_bytes)
+async def _part(live: Live, handle: Handle) -> None:
+    """It came back, and can't go on: it lies on disk as before, and the next wake begins with nothing."""
+    if live.is_equipped:
+        live.handle.guest.guest_gone(ConnectionLost(f"{live.sandbox_id} did not come back from disk: ask again"))
+        live.is_equipped = False
+        await live.processes.close()
+    if live.network is not None:
+        await live.network.close()
+        live.network = None
+    await handle.destroy()
+
+
+def _count(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
+    """Its processes are there: from here on they count, and what is on disk does not.
+
+    Raises:
+        BackendError: They have ended again already. SandboxExpired: It is being ended. CapacityError: See `Journal`.
+    """
+    check_lives(sandboxes, live)
+    if live.handle.ended.done():
+        raise BackendError(
+            f"the init of {live.sandbox_id} ended as it came back; it is on disk as it was: ask again",
+            sandbox_id=live.sandbox_id,
+        )
+    template = replace(live.template, layers=stored.template.layers, size_bytes=stored.template.size_bytes)
+    sandboxes.journal.wake(live.sandbox_id, template, stored.own_layers)
+    live.template, live.phase = template, "paused"
     live.rest.own_layers, live.rest.stored = stored.own_layers, None
     sandboxes.tiers.stored -= 1
     sandboxes.holds.woke(live.sandbox_id)
-    sandboxes.journal.wake(live.sandbox_id, live.template, stored.own_layers)
-    live.phase = "paused"
-    await live.handle.thaw(stored.frozen_s)
-    sandboxes.tiers.went_up(live, stored.frozen_s)
-    await asyncio.to_thread(sandboxes.shelf.remove, stored.snapshot_id)
+
+
+async def _let_go(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
+    try:
+        await live.handle.thaw(stored.frozen_s)
+        sandboxes.tiers.went_up(live, stored.frozen_s)
+    except (BarchanError, OSError, TimeoutError) as error:  # how far it has gone on, nobody knows
+        raise sandboxes.lose(live, f"init_died: it came back from disk, and could not go on: {error}") from error
+    finally:
+        await asyncio.to_thread(sandboxes.shelf.remove, stored.snapshot_id)
 
 
 async def _hold(sandboxes: "Sandboxes", live: Live, template: Template) -> None:

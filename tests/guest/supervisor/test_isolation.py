@@ -182,6 +182,8 @@ REFUSED = {
     "socket(ALG)": (errno.EAFNOSUPPORT, 41, 38, 5, 0),
     "socket(NETLINK, NETFILTER)": (errno.EAFNOSUPPORT, 41, 16, 3, 12),
     "personality(READ_IMPLIES_EXEC)": (errno.EPERM, 135, 0x400000),
+    "mseal": (errno.ENOSYS, 462, 0, 0, 0),
+    "prctl(SET_MDWE)": (errno.EINVAL, 157, 65, 1, 0, 0, 0),
     "a number from the future": (errno.ENOSYS, 500),
 }
 

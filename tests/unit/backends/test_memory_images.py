@@ -83,6 +83,8 @@ def test_a_memory_map_that_ends_early_is_refused(tmp_path: Path, cut: int) -> No
         ("fsnotify: Can't dump that handle", "watches files"),
         ("inet: In-flight connection (l) for e", "not accepted"),
         ("Can't lookup mount=31 for fd=3 path=/q", "message queue"),
+        ("Can't lookup mount=15 for fd=3 path=/secretmem (deleted)", "secret memory"),
+        ("Can't dump file 3 of that type [600] (anon anon_inode:[landlock-ruleset])", "Landlock"),
         ("something never seen", ""),
     ],
 )

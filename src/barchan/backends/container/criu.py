@@ -18,6 +18,8 @@ REASON_CHARS_MAX = 300
 # CRIU's words -> what the guest holds. The first of its errors that one of these finds decides.
 REASONS: tuple[tuple[str, str], ...] = (
     (r"ctty inheritance", "a program has /dev/tty open"),
+    (r"secretmem", "a program has secret memory open (memfd_secret)"),
+    (r"landlock", "a program has a Landlock ruleset open"),
     (
         r"mqueue|Can't lookup mount",
         "a program has a POSIX message queue open, or a file outside the sandbox's own mounts",

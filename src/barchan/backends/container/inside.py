@@ -5,6 +5,7 @@ import re
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,11 @@ PROXY_PORT = 3128
 # What CRIU makes itself, besides /proc and what is bound from it; everything else is the platform's.
 OWN_MOUNTS = frozenset({"/", "/dev/pts", "/dev/shm", "/dev/.barchan"})
 _ESTABLISHED = frozenset(range(1, 12)) - {6, 7, 10}  # states of TCP with a peer: not TIME_WAIT, CLOSE, LISTEN
+STATUS_BYTES_MAX = 2816  # before the pid: with longer ids, still within STATUS_TEXT_MAX of guest/criu/shim.c
+PLACES_BYTES_MAX = (1 << 20) - 1  # RESTORE_TEXT_MAX of guest/criu/restore.h
+# A process's directory, what is there of its descriptors and mapped files, and all of its threads but the first: when
+# CRIU opens files anew, these are not there yet.
+_LATE = re.compile(rb"/proc/(\d+)(/task/(?!\1(/|$))\d+.*|(/task/\1)?(/(fd|fdinfo|map_files)/.+)?)")
 _PLACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
 
@@ -101,7 +107,7 @@ def _programs(guest: str) -> tuple[dict[int, str], dict[int, list[Area]]]:
     """For each of the guest's processes the group that it is in, `.` for the guest's own, and its areas to be wiped.
 
     Raises:
-        NotSnapshotable: The platform runs something in the sandbox.
+        NotSnapshotable: The platform runs something in the sandbox, or there is what can't be restored.
     """
     platform = Path(guest).with_name("platform")
     if any(_pids(group) for group in (platform, *_groups(platform))):
@@ -111,11 +117,19 @@ def _programs(guest: str) -> tuple[dict[int, str], dict[int, list[Area]]]:
     for group in (Path(guest), *_groups(Path(guest))):
         place = "." if group == Path(guest) else group.name
         for pid in _pids(group):
-            inside = _pid_inside(pid)
+            _check_opened(pid)
+            inside = _pid_inside(Path(f"/proc/{pid}/status").read_bytes())
             places[inside] = place
             if areas := areas_of(Path(f"/proc/{pid}/smaps").read_bytes()):
                 wiped[inside] = areas
+    if len(places_text(places)) >= PLACES_BYTES_MAX:
+        raise NotSnapshotable(f"{len(places)} processes are more than can be restored")
     return places, wiped
+
+
+def places_text(places: Mapping[int, str]) -> str:
+    """As a restore reads them."""
+    return "".join(f"{pid} {place}\n" for pid, place in places.items())
 
 
 def _groups(group: Path) -> list[Path]:
@@ -130,9 +144,27 @@ def _pids(group: Path) -> list[str]:
     return []
 
 
-def _pid_inside(pid: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])
+def _pid_inside(status: bytes) -> int:
+    """From a process's status. The name in it is the guest's own: any bytes but the end of a line.
+
+    Raises:
+        NotSnapshotable: A restore, which reads no more than its beginning, would not find it.
+    """
+    at = status.find(b"\nNSpid:")
+    if not 0 <= at < STATUS_BYTES_MAX:
+        raise NotSnapshotable("a program is in too many groups: at most some 300 can be restored")
+    return int(status[at + 1 :].split(b"\n", 1)[0].split()[-1])
+
+
+def _check_opened(pid: str) -> None:
+    """Refuse what CRIU stores without complaint, and then can't restore."""
+    paths = [f"/proc/{pid}/cwd", f"/proc/{pid}/root"]
+    with suppress(FileNotFoundError):
+        paths += [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
+    for path in paths:
+        with suppress(FileNotFoundError):  # of a process that has ended
+            if _LATE.fullmatch(target := os.readlink(os.fsencode(path))):
+                raise NotSnapshotable(f"a program has {os.fsdecode(target)} open, or works there: close it first")
 
 
 def is_place(name: str) -> bool:

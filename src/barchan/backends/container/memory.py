@@ -20,7 +20,7 @@ from barchan.backends.base import Ended
 from barchan.backends.container import criu
 from barchan.backends.container.cgroup import FREEZE_POLL_S, FREEZE_S, Counters, is_frozen, kill, stop, thaw
 from barchan.backends.container.criu import Criu
-from barchan.backends.container.inside import Inside, is_place, look, outside_connections
+from barchan.backends.container.inside import Inside, is_place, look, outside_connections, places_text
 from barchan.backends.container.wipe import wipe
 from barchan.backends.guest import GuestConnection, init_died
 from barchan.core.finished import finished
@@ -52,6 +52,7 @@ ANSWER_SPARE_S = 30.0
 ENTROPY_BYTES = 64
 FIRST_FD = 12  # of the init's files: RESTORE_FILES_FD of guest/criu/restore.h
 LOG_BYTES_MAX = 1 << 20
+FULL_BYTES = 1 << 20  # CRIU writes more than that at a time; of a full disk it tells in many ways
 JOB_PREFIX = "criu-"
 NETWORKS = {"none": "none", "allow": "proxy", "open": "open"}
 
@@ -199,6 +200,12 @@ class Dumping:
             if os.WIFSIGNALED(wstatus):  # half way: what its processes are now is not known
                 self._lose()
                 raise InitDied(f"CRIU was killed while it stored the memory of {self.sandbox_id}: {first}")
+            if shutil.disk_usage(target).free < FULL_BYTES:
+                raise CapacityError(
+                    f"the memory of {self.sandbox_id} can't be stored: the disk of {target} is full (CRIU: {first}) "
+                    "(try: barchan snapshot rm, barchan image gc)",
+                    retry_after_ms=5000,
+                )
             why = f"{words_} (CRIU: {first})" if words_ else f"CRIU refuses: {first}"
             raise NotSnapshotable(f"the memory of {self.sandbox_id} can't be stored: {why}")
 
@@ -328,7 +335,7 @@ async def restoring(
         work_dir = os.fspath(pager.directory) if pager is not None else "/run/job"
         words = criu.restore_arguments(images, record.mounts, record.files, FIRST_FD, work_dir, lazy=pager is not None)
         await memory.write_arguments(job, userns[0], words)
-        (job / "places").write_text("".join(f"{pid} {place}\n" for pid, place in record.places.items()))
+        (job / "places").write_text(places_text(record.places))
         (job / "memory").symlink_to(Path.cwd() / source)
         fd = os.open(job, os.O_RDONLY | os.O_DIRECTORY)
         keys: dict[str, int | str] = {
