@@ -252,7 +252,7 @@ async def test_a_node_finds_what_the_one_before_had_begun(node: Node) -> None:
     first = await node.pager.serve("sb_1", "snap_1")
     await node.pager.close()
     assert node.pager.link("sb_1") is None
-    node.pager.adopted()
+    node.pager.adopted(["sb_1"])
     async with asyncio.timeout(10):
         while (link := node.pager.link("sb_1")) is None:
             await asyncio.sleep(0.01)
@@ -260,6 +260,21 @@ async def test_a_node_finds_what_the_one_before_had_begun(node: Node) -> None:
     await node.dumped.restore(link.directory)
     await link.complete()
     assert await node.dumped.ask(RIGHT) is True
+
+
+async def test_a_restore_that_ended_with_its_node_begins_anew(node: Node) -> None:
+    """Nobody comes for what the killed node had asked for; the next one asks for the same."""
+    first = await node.pager.serve("sb_1", "snap_1")
+    other = await node.pager.serve("sb_2", "snap_1")
+    await node.pager.close()
+    node.pager.adopted([])
+    link = await node.pager.serve("sb_1", "snap_1")
+    assert link.directory == first.directory
+    assert not other.directory.exists()
+    await node.dumped.restore(link.directory)
+    await link.complete()
+    assert await node.dumped.ask(RIGHT) is True
+    assert node.failed == []
 
 
 async def test_a_sandbox_that_is_ended_meanwhile_leaves_nothing(node: Node) -> None:

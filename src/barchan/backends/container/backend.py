@@ -242,7 +242,7 @@ class ContainerBackend:
         self._lazy.start(self._found_layers)
         self.zygotes.adopted()
         self.memory.adopted()
-        self.pager.adopted()
+        self.pager.adopted(self._handles)
 
     def _unavailable(self, wanted: Unavailable) -> None:
         """First nothing of the sandbox may run again; then it is said why; then the read may fail."""

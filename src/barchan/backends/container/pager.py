@@ -11,7 +11,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,22 @@ class Pager:
         self._connecting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
+        self._taking_over: asyncio.Task[None] | None = None
 
-    def adopted(self) -> None:
-        """Take over the pager of a node before this one, and the sandboxes that it serves; none is started."""
-        self._spawn_task(self._take_over())
+    def adopted(self, sandbox_ids: Collection[str]) -> None:
+        """Take over the pager of a node before this one, and those of the node's sandboxes that it serves; none is
+        started. What else it serves is of restores that ended with that node, and may have to begin anew.
+        """
+        self._taking_over = self._spawn_task(self._take_over(frozenset(sandbox_ids)))
 
-    async def _take_over(self) -> None:
+    async def _take_over(self, sandbox_ids: frozenset[str]) -> None:
         async with self._connecting:
             if self._client is None:
                 with suppress(OSError, ConnectionLost):
-                    self._client = await self._open()
+                    self._client = client = await self._open()
+                    for sandbox_id in self._links.keys() - sandbox_ids:
+                        self._links.pop(sandbox_id).placed.cancel()
+                        (await client.request("drop", id=sandbox_id)).close()
 
     async def start(self) -> None:
         """Have a pager ready, so that the first restore need not wait for it.
@@ -155,6 +161,8 @@ class Pager:
     # the process and the connection to it
 
     async def _connected(self) -> SupervisorClient:
+        if self._taking_over is not None:
+            await asyncio.wait({self._taking_over})
         async with self._connecting:
             if self._client is None:
                 try:
