@@ -3,9 +3,10 @@
     sudo python -m bench.state_kills --times 50 --seed 1 --out kills.json
 
 A few sandboxes each hold a Python with a secret and append numbered lines to a file; a line counts when its write
-was answered. Then one operation is begun, and the node gets SIGKILL after a random part of the time that it usually
-takes. The next node of the same state directory must have every sandbox that was acknowledged, awake or asleep,
-with its secret and all its lines, and nothing else: cgroups, writable layers, cuts, folders of half-made snapshots.
+was answered. Then one operation is begun, while lines are written on, and the node gets SIGKILL after a random part of
+the time that it usually takes. The next node of the same state directory must have every sandbox that was
+acknowledged, awake or asleep, with its secret and all its lines, and nothing else (`bench.state_remains`); at the end,
+when all sandboxes have ended, as little as at the beginning.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import asyncio
 import random
 import sys
 import time
-from collections import Counter
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import msgspec
@@ -22,18 +23,24 @@ from msgspec import Struct
 import barchan
 from barchan.errors import BarchanError
 from bench.state_common import Repl, say
+from bench.state_remains import Remains
 from scripts.own_node import OwnNode, own_node
 
 OPERATIONS = ("hibernate", "fork fs", "fork memory", "resume")
-PARENTS = 3
+HEAPS_MIB = (0, 0, 48)  # of each sandbox, beside Python's own; so much is brought back by the pager
+SLOTS = 2
 SERVER = """
-import sys
-secret = {secret}
+import hashlib, os, sys
+secret, heap = {secret}, os.urandom({mib} << 20)
+def digest():
+    return hashlib.sha256(heap).hexdigest()
 print("ready", flush=True)
 for line in sys.stdin:
     print(repr(eval(line)), flush=True)
 """
+EXPRESSION = "secret, digest()"
 SETTLE_S = 20.0
+LAST_SETTLE_S = 90.0  # layers of removed images are let go of once a minute
 
 
 class Kills(Struct, kw_only=True):
@@ -42,145 +49,181 @@ class Kills(Struct, kw_only=True):
     seed: int
     kills: dict[str, int]
     finished_first: dict[str, int]
+    children_acknowledged: int
     losses: list[str]
     leaks: list[str]
     usual_ms: dict[str, float]
 
 
 class Held:
-    """One sandbox, and what was acknowledged of it."""
+    """One sandbox, and what was acknowledged of it: `answer` is what its Python must say, `lines` how many it has."""
 
-    def __init__(self, sandbox: barchan.AsyncSandbox, repl: Repl, secret: int) -> None:
-        self.sandbox, self.repl, self.secret = sandbox, repl, secret
-        self.lines = 0
+    def __init__(self, sandbox: barchan.AsyncSandbox, repl: Repl, answer: str, lines: int) -> None:
+        self.sandbox, self.repl, self.answer, self.lines = sandbox, repl, answer, lines
 
     @classmethod
-    async def begin(cls, client: barchan.AsyncClient, secret: int) -> "Held":
+    async def begin(cls, client: barchan.AsyncClient, secret: int, mib: int) -> "Held":
         # Detached: it shall outlive the connection that dies with the node.
-        sandbox = await client.create("debian", memory_mib=128, disk_mib=128, detach=True, ttl_s=3600.0)
-        return cls(sandbox, await Repl.start(sandbox, SERVER.format(secret=secret)), secret)
+        sandbox = await client.create(
+            "debian",
+            memory_mib=128 + 2 * mib,
+            disk_mib=128,
+            detach=True,
+            ttl_s=3600.0,
+            cpu_class="batch" if mib else "latency",
+        )
+        repl = await Repl.start(sandbox, SERVER.format(secret=secret, mib=mib))
+        return cls(sandbox, repl, await repl.ask(EXPRESSION), 0)
+
+    def child(self, sandbox: barchan.AsyncSandbox, lines: int, *, has_memory: bool) -> "Held":
+        """One that was forked of it when it had at least so many lines."""
+        return Held(sandbox, self.repl.of(sandbox), self.answer if has_memory else "", lines)
 
     async def write(self) -> None:
         (await self.sandbox.exec(f"echo {self.lines} >> lines")).check()
         self.lines += 1
 
+    async def write_on(self) -> None:
+        while True:
+            await self.write()
+
     async def check(self, client: barchan.AsyncClient) -> str:
         """What is missing, or nothing."""
-        here = Held(await client.attach(self.sandbox.id), self.repl, self.secret)
-        here.repl = self.repl.of(here.sandbox)
         try:
-            lines = (await here.sandbox.exec("cat lines 2>/dev/null; true")).check().text.split()
+            self.sandbox = await client.attach(self.sandbox.id)
+            self.repl = self.repl.of(self.sandbox)
+            lines = (await self.sandbox.exec("cat lines 2>/dev/null; true")).check().text.split()
             if lines[: self.lines] != [str(number) for number in range(self.lines)]:
                 return f"{self.sandbox.id} has {len(lines)} lines of {self.lines}"
-            answer = await here.repl.ask("secret")
-        except BarchanError as error:
+            self.lines = len(lines)
+            answer = await self.repl.ask(EXPRESSION) if self.answer else ""
+        except (BarchanError, SystemExit) as error:
             return f"{self.sandbox.id}: {type(error).__name__}: {error}"
-        self.sandbox, self.repl, self.lines = here.sandbox, here.repl, len(lines)
-        return "" if answer == str(self.secret) else f"{self.sandbox.id} says {answer}, not {self.secret}"
+        return "" if answer == self.answer else f"{self.sandbox.id} says {answer}, not {self.answer}"
 
 
-async def operate(held: Held, operation: str) -> list[barchan.AsyncSandbox]:
+async def operate(held: Held, operation: str) -> list[Held]:
+    """Returns the children, of a fork."""
     if operation == "hibernate":
         await held.sandbox.hibernate()
     elif operation == "resume":
         await held.sandbox.resume()
     else:
-        children = await held.sandbox.fork(2, kind=operation.partition(" ")[2])  # type: ignore[arg-type]
-        return [child for child in children if isinstance(child, barchan.AsyncSandbox)]
+        kind, lines = operation.partition(" ")[2], held.lines
+        children = await held.sandbox.fork(2, kind=kind)  # type: ignore[arg-type]
+        return [
+            held.child(child, lines, has_memory=kind == "memory")
+            for child in children
+            if isinstance(child, barchan.AsyncSandbox)
+        ]
     return []
 
 
-async def usual_ms(client: barchan.AsyncClient) -> dict[str, float]:
-    held, found = await Held.begin(client, 1), {}
+async def usual_ms(client: barchan.AsyncClient, mib: int) -> dict[str, float]:
+    held, found = await Held.begin(client, 1, mib), {}
     for operation in OPERATIONS:
+        if operation == "resume":
+            await held.sandbox.hibernate()
         began = time.monotonic()
         children = await operate(held, operation)
-        found[operation] = (time.monotonic() - began) * 1e3
-        await asyncio.gather(*(child.kill() for child in children))
-        if operation == "hibernate":
-            await held.sandbox.resume()
-            await held.sandbox.exec("true")
-        if operation == "fork memory":
-            await held.sandbox.hibernate()
+        found[_key(operation, mib)] = (time.monotonic() - began) * 1e3
+        await asyncio.gather(*(child.sandbox.kill() for child in children))
+        await held.sandbox.exec("true")
     await held.sandbox.kill()
     return found
 
 
-async def wait_settled(own: OwnNode, client: barchan.AsyncClient, known: set[str]) -> list[str]:
-    """What is there beyond the known sandboxes, after a while in which it may go."""
-    until = time.monotonic() + SETTLE_S
-    while True:
-        extra = {info.sandbox_id for info in await client.list()} - known
-        groups = {
-            path.name.removesuffix(".platform")
-            for root in own.cgroup_dirs()
-            for path in root.iterdir()
-            if path.is_dir() and path.name.startswith("sb_")
-        } - known
-        folders = (
-            {path.name for path in (own.state_dir / "memory").glob("*")}
-            if (own.state_dir / "memory").is_dir()
-            else set()
-        )
-        found = [
-            f"{kind} {name}"
-            for kind, names in (("sandbox", extra), ("cgroup", groups), ("folder", folders))
-            for name in names
-        ]
-        if not found or time.monotonic() > until:
-            return found
-        await asyncio.sleep(0.25)
+def _key(operation: str, mib: int) -> str:
+    return f"{operation} of {mib} MiB"
 
 
-async def once(own: OwnNode, alive: list[Held], operation: str, after_s: float, found: Kills) -> None:
-    async with barchan.connect_async(state_dir=own.state_dir) as client:
-        held = random.choice(alive)
+def client_of(own: OwnNode) -> AbstractAsyncContextManager[barchan.AsyncClient]:
+    """By its address: a client of a state directory would start a node where it finds none."""
+    return barchan.connect_async(f"unix://{own.state_dir}/node.sock")
+
+
+async def interrupted(own: OwnNode, held: Held, operation: str, after_s: float, found: Kills) -> list[Held]:
+    """Kill the node in the middle; returns the children that were acknowledged."""
+    async with client_of(own) as client:
         held.sandbox = await client.attach(held.sandbox.id)
         for _ in range(3):
             await held.write()
         if operation == "resume":
             await held.sandbox.hibernate()
+        writing = [] if operation == "hibernate" else [asyncio.create_task(held.write_on())]  # it would turn round
         task = asyncio.create_task(operate(held, operation))
-        await asyncio.wait({task}, timeout=after_s)
-        was_done = task.done() and task.exception() is None
-        found.finished_first[operation] += was_done
-        children = task.result() if was_done else []
+        await asyncio.sleep(after_s)
         own.kill()
         found.kills[operation] += 1
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        was_done = task.done() and task.exception() is None
+        await client.close()  # before the rest is cancelled, or it would wait to tell the next node so
+        for each in (task, *writing):
+            each.cancel()
+        await asyncio.gather(task, *writing, return_exceptions=True)
+    found.finished_first[operation] += was_done
+    return task.result() if was_done else []
+
+
+async def once(
+    own: OwnNode, remains: Remains, alive: list[Held], operation: str, index: int, after_s: float, found: Kills
+) -> None:
+    what = f"{operation} of {HEAPS_MIB[index]} MiB, killed after {after_s * 1e3:.0f} ms"
+    say(what)
+    children = await interrupted(own, alive[index], operation, after_s, found)
+    found.children_acknowledged += len(children)
     own.start_again()
-    async with barchan.connect_async(state_dir=own.state_dir) as client:
+    async with client_of(own) as client:
+        for held in (*alive, *children):
+            if missing := await held.check(client):
+                found.losses.append(f"{what}: {missing}")
+                say(found.losses[-1])
         ids = {info.sandbox_id for info in await client.list()}
-        for child in children:
-            if child.id not in ids:
-                found.losses.append(f"{operation}: child {child.id}, acknowledged, is gone")
-        for other in alive:
-            if missing := await other.check(client):
-                found.losses.append(f"{operation} after {after_s * 1e3:.0f} ms: {missing}")
-        known = {item.sandbox.id for item in alive}
+        for place, held in enumerate(alive):
+            if held.sandbox.id not in ids:
+                alive[place] = await Held.begin(client, 2000 + place, HEAPS_MIB[place])
+        known = {held.sandbox.id for held in alive}
         for sandbox_id in ids - known:
             await (await client.attach(sandbox_id)).kill()
-        leaked = await wait_settled(own, client, known)
-        found.leaks += [f"{operation} after {after_s * 1e3:.0f} ms: {what}" for what in leaked]
+        await client.set_pool(0)
+        for line in await asyncio.to_thread(remains.settle, known, SETTLE_S):
+            found.leaks.append(f"{what}: {line}")
+            say(found.leaks[-1])
+        await client.set_pool(SLOTS)
+
+
+async def end_all(own: OwnNode, remains: Remains, found: Kills) -> None:
+    async with client_of(own) as client:
+        await client.set_pool(0)
+        for info in await client.list():
+            await (await client.attach(info.sandbox_id)).kill()
+    found.leaks += [f"all ended: {line}" for line in await asyncio.to_thread(remains.settle, (), LAST_SETTLE_S)]
+    own.shut_down()
+    found.leaks += [f"node ended: {line}" for line in remains.after_end()]
 
 
 async def measure(arguments: argparse.Namespace) -> Kills:
     random.seed(arguments.seed)
     found = Kills(
-        seed=arguments.seed, kills=dict(Counter()), finished_first=dict(Counter()), losses=[], leaks=[], usual_ms={}
+        seed=arguments.seed,
+        kills=dict.fromkeys(OPERATIONS, 0),
+        finished_first=dict.fromkeys(OPERATIONS, 0),
+        children_acknowledged=0,
+        losses=[],
+        leaks=[],
+        usual_ms={},
     )
-    found.kills = dict.fromkeys(OPERATIONS, 0)
-    found.finished_first = dict.fromkeys(OPERATIONS, 0)
-    with own_node() as own:
-        async with barchan.connect_async(state_dir=own.state_dir) as client:
-            found.usual_ms = await usual_ms(client)
-            alive = [await Held.begin(client, 1000 + number) for number in range(PARENTS)]
+    with own_node(None, "--warm", str(SLOTS)) as own:
+        async with client_of(own) as client:
+            for mib in sorted(set(HEAPS_MIB)):
+                found.usual_ms |= await usual_ms(client, mib)
+            remains = Remains(own)
+            alive = [await Held.begin(client, 1000 + place, mib) for place, mib in enumerate(HEAPS_MIB)]
         for number in range(arguments.times):
             operation = OPERATIONS[number % len(OPERATIONS)]
-            after_s = random.uniform(0, 1.1 * found.usual_ms[operation]) / 1e3
-            say(f"{number + 1} of {arguments.times}: {operation}, killed after {after_s * 1e3:.0f} ms")
-            await once(own, alive, operation, after_s, found)
+            index = random.randrange(len(alive))
+            after_s = random.uniform(0, 1.1 * found.usual_ms[_key(operation, HEAPS_MIB[index])]) / 1e3
+            await once(own, remains, alive, operation, index, after_s, found)
+        await end_all(own, remains, found)
     return found
 
 
