@@ -114,7 +114,7 @@ async def test_a_wrong_wish_is_refused(client: AsyncClient) -> None:
     for wrong in ("snap_0123456789abcdef", "nothing"):
         with pytest.raises(barchan.NotFound):
             await client.snapshot(wrong)
-    with pytest.raises(barchan.NotFound):
+    with pytest.raises(barchan.NotFound, match="no snapshot"):
         await client.create("snap_0123456789abcdef")
     async with await client.create("debian", memory_mib=64) as sandbox:
         for metadata in ({"a=b": "c"}, {"long": "x" * 5000}, {str(n): "" for n in range(65)}):

@@ -6,6 +6,7 @@ that came of it: layers and memory files are kept for as long as anything names 
 """
 
 import asyncio
+import re
 import secrets
 import shutil
 import time
@@ -35,6 +36,8 @@ from barchan.node.snapshot_journal import SnapshotJournal, SnapshotRow
 
 if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes, Start
+
+_ID = re.compile(rf"{SNAPSHOT_PREFIX}[0-9a-f]{{16}}")
 
 
 class SnapshotTree:
@@ -128,9 +131,9 @@ class SnapshotTree:
         """What a sandbox is made of, whose template may be the id of a snapshot.
 
         Raises:
-            InvalidSpec: It is one with memory, and processes can't become what is asked.
+            InvalidSpec: It is one with memory, and processes can't become what is asked. NotFound: It was removed.
         """
-        if spec.template.startswith(SNAPSHOT_PREFIX) and self._journal.find(spec.template) is not None:
+        if _ID.fullmatch(spec.template) and self._sandboxes.images.find(spec.template) is None:
             row = self.row(spec.template)
             if row.kind == "memory" and (spec.network, spec.root, spec.layers) != (row.spec.network, row.spec.root, ()):
                 raise InvalidSpec(
