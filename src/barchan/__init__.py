@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from barchan.rollout.task import Task
     from barchan.sdk.aio.client import AsyncClient, connect_async
     from barchan.sdk.aio.files import AsyncFiles
+    from barchan.sdk.aio.prepared import AsyncPrepared, PreparedStatistics
     from barchan.sdk.aio.process import AsyncProcess
     from barchan.sdk.aio.sandbox import AsyncSandbox
     from barchan.sdk.aio.shell import AsyncShell, ShellResult
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from barchan.sdk.client import Client, connect
     from barchan.sdk.endpoint import set_token
     from barchan.sdk.files import Files
+    from barchan.sdk.prepared import Prepared
     from barchan.sdk.sandbox import Process, Sandbox
     from barchan.sdk.shell import Shell
     from barchan.sdk.snapshot import Snapshot
@@ -99,6 +101,8 @@ _HOMES = {
     "barchan.sdk.shell": ("Shell",),
     "barchan.sdk.snapshot": ("Snapshot",),
     "barchan.sdk.aio.snapshot": ("AsyncSnapshot",),
+    "barchan.sdk.prepared": ("Prepared",),
+    "barchan.sdk.aio.prepared": ("AsyncPrepared", "PreparedStatistics"),
     "barchan.sdk.aio.shell": ("AsyncShell", "ShellResult"),
     "barchan.sdk.terminal": ("Terminal",),
     "barchan.sdk.template": ("TemplateBuilder", "AsyncTemplateBuilder"),
@@ -148,6 +152,9 @@ __all__ = [
     "AsyncTerminal",
     "Snapshot",
     "AsyncSnapshot",
+    "Prepared",
+    "AsyncPrepared",
+    "PreparedStatistics",
     "TemplateBuilder",
     "AsyncTemplateBuilder",
     # a client's runs: groups of rollouts

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from barchan.errors import BarchanError
+from barchan.model.fork import ForkKind
 from barchan.model.gc import GcReport
 from barchan.model.image import Rebased
 from barchan.model.node import Budget, ImageInfo, LayerInfo, NodeInfo
@@ -24,6 +25,7 @@ from barchan.sdk.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from barchan.rollout.sync import Run
+    from barchan.sdk.prepared import Prepared
     from barchan.sdk.template import TemplateBuilder
 
 
@@ -83,6 +85,34 @@ class Client:
         with closing(iterate(self._twin.create_many(_twin_of(template), n=n, timeout_s=timeout_s, **options))) as items:
             for item in items:
                 yield Sandbox(item) if isinstance(item, AsyncSandbox) else item
+
+    def prepare(
+        self,
+        template: str | SandboxSpec | Snapshot,
+        *,
+        count: int,
+        kind: ForkKind = "fs",
+        timeout_s: float = CREATE_TIMEOUT_S,
+        **options: Unpack[CreateOptions],
+    ) -> "Prepared":
+        """Run a set-up once, and keep sandboxes ready that have it behind them: `pool.create()` gives them out.
+
+        They are forks of the one that ran it, paused; the pool is filled up in the background. If what they are forked
+        from ends, the set-up is run again.
+
+        Args:
+            count: How many to keep ready.
+            kind: What they have of it, as for `sandbox.fork()`: its files, or also the processes that it has left.
+            timeout_s: Of the create with the set-up; the script itself has `setup_timeout_s`.
+            options: As for `create`, and `setup` among them. `ttl_s` of each stands still while it waits.
+
+        Raises:
+            SetupFailed: The script has failed; the message has the end of its output.
+        """
+        from barchan.sdk.prepared import Prepared  # which few programs need
+
+        twin = self._twin.prepare(_twin_of(template), count=count, kind=kind, timeout_s=timeout_s, **options)
+        return Prepared(run(twin))
 
     def run(
         self,

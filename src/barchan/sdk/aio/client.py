@@ -3,12 +3,14 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from msgspec.structs import replace
 
 from barchan.errors import BarchanError, Conflict, ReadTimeout
+from barchan.model.fork import ForkKind
 from barchan.model.gc import GcReport, GcRequest
 from barchan.model.image import NameRequest, Rebased, RebaseRequest
 from barchan.model.node import Budget, ImageInfo, Killed, LayerInfo, NodeInfo
@@ -29,6 +31,7 @@ from barchan.sdk.transport import Call, Transport, encode, records
 
 if TYPE_CHECKING:
     from barchan.rollout.run import AsyncRun
+    from barchan.sdk.aio.prepared import AsyncPrepared
     from barchan.sdk.template import AsyncTemplateBuilder
 
 NODE_INFO = Call("node_info", NodeInfo)
@@ -68,6 +71,7 @@ class AsyncClient(StateCalls):
         self.endpoint = endpoint
         self._transport = transport or Transport(endpoint, token)
         self._lease = lease or Lease(self._transport)
+        self._pools: set[AsyncPrepared] = set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.endpoint)!r})"
@@ -86,6 +90,8 @@ class AsyncClient(StateCalls):
     async def close(self) -> None:
         """End this client's lease, and with it every sandbox it has created and not detached; then the connections."""
         try:
+            for pool in list(self._pools):
+                await pool.stop()
             await self._lease.end()
         finally:
             await self._transport.close()
@@ -171,6 +177,42 @@ class AsyncClient(StateCalls):
         except BaseException as error:
             await clean_up(error, _end_all(pending, ready), "sandboxes of this create_many may live")
             raise
+
+    async def prepare(
+        self,
+        template: str | SandboxSpec | AsyncSnapshot,
+        *,
+        count: int,
+        kind: ForkKind = "fs",
+        timeout_s: float = CREATE_TIMEOUT_S,
+        **options: Unpack[CreateOptions],
+    ) -> "AsyncPrepared":
+        """Run a set-up once, and keep sandboxes ready that have it behind them: `await pool.create()` gives them out.
+
+        They are forks of the one that ran it, paused; the pool is filled up in the background. If what they are forked
+        from ends, the set-up is run again.
+
+        Args:
+            count: How many to keep ready.
+            kind: What they have of it, as for `sandbox.fork()`: its files, or also the processes that it has left.
+            timeout_s: Of the create with the set-up; the script itself has `setup_timeout_s`.
+            options: As for `create`, and `setup` among them. `ttl_s` of each stands still while it waits.
+
+        Raises:
+            SetupFailed: The script has failed; the message has the end of its output.
+        """
+        from barchan.sdk.aio.prepared import AsyncPrepared  # which few programs need
+
+        given = spec_of(template) if isinstance(template, AsyncSnapshot) else template
+        start = partial(self.create, timeout_s=timeout_s)
+        pool = AsyncPrepared(start, sandbox_spec(given, options), count, kind, self._pools.discard)
+        self._pools.add(pool)
+        try:
+            await pool.open()
+        except BaseException:
+            self._pools.discard(pool)
+            raise
+        return pool
 
     def run(
         self,
