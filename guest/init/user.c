@@ -1,5 +1,6 @@
 /* Users as the guest's own /etc/passwd and /etc/group name them. The files are the guest's to write: whatever they hold
- * may be wrong, but can't name the init's own user, and can't overflow anything. Runs in the child only. */
+ * may be wrong, but can't name the init's own user nor an id of another sandbox, and can't overflow anything. Runs in the
+ * child only. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdio.h>
@@ -8,7 +9,7 @@
 
 #include "init.h"
 
-enum { FILE_BYTES_MAX = 1 << 20 };
+enum { FILE_BYTES_MAX = 1 << 20, IDS = 1 << 16 };
 
 /* A file being walked line by line. */
 struct table {
@@ -182,6 +183,16 @@ static bool is_reserved(const struct identity *identity)
 	return reserved;
 }
 
+/* The init of a zygote could take ids of other sandboxes, too: its user namespace has them all. */
+static bool is_foreign(const struct identity *identity)
+{
+	bool foreign = identity->uid >= IDS || identity->gid >= IDS;
+
+	for (size_t i = 0; i < identity->group_count; i++)
+		foreign |= identity->groups[i] >= IDS;
+	return foreign;
+}
+
 const char *identity_find(const char *user, struct identity *identity)
 {
 	const char *colon = strchr(user, ':');
@@ -200,5 +211,7 @@ const char *identity_find(const char *user, struct identity *identity)
 	} else {
 		find_supplementary(identity);
 	}
+	if (is_foreign(identity))
+		return "has an id above 65535, which no sandbox has";
 	return is_reserved(identity) ? "reserved for the platform" : NULL;
 }

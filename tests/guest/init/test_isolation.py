@@ -106,6 +106,30 @@ def test_the_init_keeps_little_power(connection: Connection, guest: Guest) -> No
     assert int(rows["CapEff"], 16) == (1 << 0) | (1 << 5) | (1 << 6) | (1 << 7)
 
 
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["program", "operation", "source"])
+@pytest.mark.parametrize(
+    "user",
+    ["65536", "1048576:0", "0:65536", "far", "near:many", "ann", "root"],
+    ids=lambda user: user.replace(":", "+"),
+)
+def test_nobody_has_an_id_beyond_a_sandbox_s(
+    make_guest: Callable[..., Guest], accounts: dict[str, Path], user: str, kind: int
+) -> None:
+    """Neither by number nor by account files, as user, as group or as one beside it, where the kernel would let it."""
+    accounts["/etc/passwd"].write_text(
+        "root:x:1048576:1048576::/:/bin/sh\nfar:x:70000:5::/:/bin/sh\n"
+        "near:x:65534:5::/:/bin/sh\nann:x:2001:2002::/:/bin/sh\n"
+    )
+    with accounts["/etc/group"].open("a") as groups:
+        groups.write("many:x:70001:\nfar:x:4294967294:ann\n")
+    connection = make_guest(binds=accounts).connect()
+    connection.hello()
+    output = connection.run(["stat", "/"], user=user, kind=kind)
+    assert (output.code, output.out) == (126, b"")
+    assert b"has an id above 65535" in output.err
+    assert connection.run(["id", "-u"], user="near").out == b"65534\n"
+
+
 CAPABLE = (0, 1, 3, 7, 18)  # CHOWN DAC_OVERRIDE FOWNER SETUID SYS_CHROOT
 
 

@@ -483,7 +483,8 @@ async def _end_of(process: GuestProcess, asked: Zygote, status: _Status) -> str:
     """How an interpreter ended that had nothing to say."""
     wstatus = (await process.ended).wstatus
     if wstatus & 0x7F == 0 and wstatus >> 8 in (126, 127):
-        return f"the image has no {asked.python} ({status.messages})"
+        what = "has no" if wstatus >> 8 == 127 else "does not let root run"
+        return f"the image {what} {asked.python} ({status.messages})"
     if wstatus & 0x7F == 9:
         return f"it was killed while it imported, as is what needs more than {_limit_mib()} MiB"
     how = f"signal {wstatus & 0x7F}" if wstatus & 0x7F else f"exit code {wstatus >> 8}"
