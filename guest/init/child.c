@@ -104,12 +104,27 @@ static void place_input(const struct launch *launch)
 		place_file(launch->request->input, 0);
 	else
 		place(settings.dev_null, 0);
-	if (launch->request->script.len > 0)
+	if (launch->request->script.len > 0 || launch->request->kind == KIND_PYTHON)
 		place_file(launch->request->script, SCRIPT_FD);
 }
 
+/* By it this process lets another join its cgroup. Opened without the group that may move what is not the guest's, the init for one: the
+ * kernel asks what the opener may. */
+static int open_for_others(const struct leaf *leaf, const char *path)
+{
+	gid_t own = (gid_t)setfsgid(settings.applet_uid);
+	int fd = openat(leaf->dir, path, O_WRONLY | O_CLOEXEC);
+	int kept = fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, FIRST_KEPT_FD);
+
+	if (kept < 0)
+		fail(EXIT_CANNOT, "cannot open cgroup %s: %s", path, strerror(errno));
+	close(fd);
+	setfsgid(own);
+	return kept;
+}
+
 /* Guest code must never run outside its leaf, so every failure ends the start. Returns what lets another process join the cgroup of this
- * start, or -1 where it has none. */
+ * start, or -1 where none is to or it has none. */
 static int join_leaf(const struct launch *launch)
 {
 	const struct leaf *leaf = launch->leaf;
@@ -128,10 +143,8 @@ static int join_leaf(const struct launch *launch)
 	fd = openat(leaf->dir, path, O_WRONLY | O_CLOEXEC);
 	if (fd < 0 || write(fd, "0", 1) != 1)
 		fail(EXIT_CANNOT, "cannot join cgroup %s: %s", name, strerror(errno));
-	/* Out of the way of what the program is to find. */
-	int kept = launch->request->kind == KIND_PYTHON ? fcntl(fd, F_DUPFD_CLOEXEC, FIRST_KEPT_FD) : -1;
 	close(fd);
-	return kept;
+	return launch->request->kind == KIND_PYTHON ? open_for_others(leaf, path) : -1;
 }
 
 /* So that the user can open its terminal or pipes by name, as /dev/stderr; without CAP_CHOWN they work by descriptor only. */
@@ -197,9 +210,10 @@ static void become(const struct identity *id, int kind)
 		fail(EXIT_CANNOT, "cannot set groups: %s", strerror(errno));
 	if (setresgid(id->gid, id->gid, id->gid) != 0)
 		fail(EXIT_CANNOT, "cannot become group %u: %s", id->gid, strerror(errno));
-	/* What an applet may do with files goes by its file-system id; who may signal, stop or slow it down by the others. */
-	uid_t uid = kind == KIND_APPLET && settings.applet_uid != 0 ? settings.applet_uid : id->uid;
-	if (setresuid(uid, uid, uid) != 0)
+	/* What an applet may do with files goes by its file-system id; who may signal, stop or slow it down by the others. What stands for
+	 * source is of the user's until it has connected. */
+	uid_t uid = kind != KIND_PROGRAM && settings.applet_uid != 0 ? settings.applet_uid : id->uid;
+	if (setresuid(uid, kind == KIND_PYTHON ? id->uid : uid, uid) != 0)
 		fail(EXIT_CANNOT, "cannot become user %u: %s", uid, strerror(errno));
 	setfsuid(id->uid);
 	if ((uid_t)setfsuid((uid_t)-1) != id->uid)

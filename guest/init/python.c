@@ -1,5 +1,6 @@
-/* Source that the sandbox's warm interpreter runs. This process stands for the one that runs it: it has joined the cgroups, hands its
- * descriptors over, passes on the signals it gets, and ends as the other ends. docs/formats/zygote-protocol.md has the messages. */
+/* Source that the sandbox's warm interpreter runs. This process stands for the one that runs it: it has joined the cgroups and lets the
+ * other join, hands its streams over, passes on the signals it gets, and ends as the other ends. docs/formats/zygote-protocol.md has the
+ * messages. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <poll.h>
@@ -11,11 +12,12 @@
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 
 #include "init.h"
 
-enum { SOURCE_FD = 3, FDS_MAX = 6, NAME_MAX_BYTES = 64, ANSWER_BYTES = 32, EXIT_CANNOT = 126 };
+enum { SOURCE_FD = 3, FDS_MAX = 6, NAME_MAX_BYTES = 64, ANSWER_BYTES = 32, NUMBER_BYTES = 16, EXIT_CANNOT = 126 };
 
 _Noreturn static void give_up(const char *what)
 {
@@ -37,7 +39,7 @@ static int connect_to(const char *name)
 	memcpy(address.sun_path + 1, name, len);
 	if (connect(fd, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + len)) != 0)
 		give_up("connect");
-	if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != getuid()) {
+	if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != geteuid()) {
 		errno = EPERM;
 		give_up("it belongs to another user");
 	}
@@ -119,9 +121,58 @@ static void pass_signal(int signal_fd, int socket_fd)
 	send(socket_fd, text, strlen(text), MSG_NOSIGNAL);
 }
 
-_Noreturn static void stand_in(int socket_fd)
+/* Who sent the message, as the kernel has it; 0 when it can't be told. */
+static pid_t receive_sender(int fd, uid_t user)
 {
-	struct pollfd polled[2] = {{.fd = socket_fd, .events = POLLIN}, {.events = POLLIN}};
+	char text[NUMBER_BYTES];
+	struct iovec vector = {text, sizeof text};
+	union {
+		struct cmsghdr header;
+		char space[CMSG_SPACE(sizeof(struct ucred))];
+	} control = {0};
+	struct msghdr message = {
+		.msg_iov = &vector, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+	struct ucred sender;
+
+	if (recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) <= 0)
+		return 0;
+	struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+	if (header == NULL || header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_CREDENTIALS)
+		return 0;
+	memcpy(&sender, CMSG_DATA(header), sizeof sender);
+	return sender.uid == user ? sender.pid : 0;
+}
+
+/* The program asks to join the cgroup, and is answered once it is in. That it has not ended, and its number not become that of another
+ * user's, is looked at last. */
+static void let_join(int fd, int procs_fd, uid_t user)
+{
+	char path[32], number[NUMBER_BYTES];
+	pid_t pid = receive_sender(fd, user);
+	struct stat st;
+
+	snprintf(path, sizeof path, "/proc/%d", pid);
+	snprintf(number, sizeof number, "%d", pid);
+	if (pid > 1 && stat(path, &st) == 0 && st.st_uid == user && write(procs_fd, number, strlen(number)) > 0)
+		send(fd, "go", 2, MSG_NOSIGNAL);
+}
+
+/* One end of a pair, on which messages come with who sent them; the other one is the program's. */
+static int open_join(int *theirs)
+{
+	int pair[2], on = 1;
+
+	if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0 ||
+	    setsockopt(pair[0], SOL_SOCKET, SO_PASSCRED, &on, sizeof on) != 0)
+		give_up("socket");
+	*theirs = pair[1];
+	return pair[0];
+}
+
+_Noreturn static void stand_in(int socket_fd, int join_fd, int procs_fd, uid_t user)
+{
+	struct pollfd polled[3] = {
+		{.fd = socket_fd, .events = POLLIN}, {.events = POLLIN}, {.fd = join_fd, .events = POLLIN}};
 	char answer[ANSWER_BYTES];
 	sigset_t all;
 
@@ -130,10 +181,19 @@ _Noreturn static void stand_in(int socket_fd)
 	if (polled[1].fd < 0)
 		give_up("signals");
 	for (;;) {
-		if (poll(polled, 2, -1) < 0 && errno != EINTR)
-			give_up("poll");
+		if (poll(polled, COUNT_OF(polled), -1) < 0) {
+			if (errno != EINTR)
+				give_up("poll");
+			continue;
+		}
 		if (polled[1].revents & POLLIN)
 			pass_signal(polled[1].fd, socket_fd);
+		if (polled[2].revents) {
+			let_join(join_fd, procs_fd, user);
+			/* Once: it is in, or is told by the end that it can't be. */
+			close_fd(&polled[2].fd);
+			close_fd(&procs_fd);
+		}
 		if (!polled[0].revents)
 			continue;
 		ssize_t n = recv(socket_fd, answer, sizeof answer - 1, 0);
@@ -151,18 +211,27 @@ _Noreturn void python_main(int procs_fd, char **argv, char **env, const char *cw
 {
 	int fds[FDS_MAX] = {0, 1, 2, SOURCE_FD};
 	unsigned count = 4;
-	int socket_fd;
+	int socket_fd, join_fd = -1;
+	uid_t user = geteuid();
 
-	/* It holds a copy of the init's memory. */
+	/* What it has of the init's: descriptors, which others wait for the end of, and a copy of its memory. */
+	unsigned kept = procs_fd < 0 ? SOURCE_FD : (unsigned)procs_fd;
+	close_between(SOURCE_FD + 1, kept - 1);
+	close_between(kept + 1, ~0u);
 	if (prctl(PR_SET_DUMPABLE, 0) != 0)
 		give_up("memory");
 	socket_fd = connect_to(argv[0]);
+	/* From here on nobody in the guest can signal, stop or slow it down. */
+	if (seteuid(getuid()) != 0)
+		give_up("user");
 	fds[count++] = write_request(argv + 1, env, cwd);
 	if (procs_fd >= 0)
-		fds[count++] = procs_fd;
+		join_fd = open_join(&fds[count++]);
 	send_request(socket_fd, fds, count);
 	/* Whoever reads these is to see their end when the program has closed them. */
 	close(0);
 	close(1);
-	stand_in(socket_fd);
+	for (unsigned i = SOURCE_FD; i < count; i++)
+		close(fds[i]);
+	stand_in(socket_fd, join_fd, procs_fd, user);
 }

@@ -359,9 +359,11 @@ int cgroup_make_init(const struct sandbox *sandbox)
 
 	if (mkdirat(base(UNIFIED), sandbox->id, 0755) < 0)
 		return -1;
-	/* The common ancestor of init and guest: moving between them asks for write permission here. */
+	/* The common ancestor of init and guest: moving between them asks for write permission here, which the init has by its group, and
+	 * can so do without where it opens what moves within the guest only. */
 	snprintf(path, sizeof(path), "%s/cgroup.procs", sandbox->id);
-	if (give_to_init(sandbox, path) < 0)
+	if (fchownat(base(UNIFIED), path, (uid_t)-1, sandbox->uid_base + init_uid(), AT_SYMLINK_NOFOLLOW) < 0 ||
+	    fchmodat(base(UNIFIED), path, 0664, 0) < 0)
 		return -1;
 	snprintf(path, sizeof(path), "%s%s", sandbox->id, pure_v2 ? "/init" : "");
 	if (pure_v2 && (write_leaf(base(UNIFIED), sandbox->id, "cgroup.subtree_control", "+memory +pids +cpu") < 0 ||
@@ -476,10 +478,10 @@ int cgroup_remove_platform(const struct sandbox *sandbox)
 	return remove_leaf(sandbox, LEAF_PLATFORM) < 0 ? -1 : remove_tree_at(base(UNIFIED), path, true);
 }
 
-/* Safe to repeat; EBUSY while a dead process is still leaving. */
+/* Safe to repeat; EBUSY while a process is still leaving. First where all of a start's processes are born: one that lives makes leaves. */
 int cgroup_remove(const struct sandbox *sandbox)
 {
-	if (remove_leaf(sandbox, LEAF_GUEST) < 0 || (sandbox->has_platform && remove_leaf(sandbox, LEAF_PLATFORM) < 0))
+	if (remove_tree_at(base(UNIFIED), sandbox->id, true) < 0 || remove_leaf(sandbox, LEAF_GUEST) < 0)
 		return -1;
-	return remove_tree_at(base(UNIFIED), sandbox->id, true);
+	return sandbox->has_platform ? remove_leaf(sandbox, LEAF_PLATFORM) : 0;
 }

@@ -37,6 +37,34 @@ signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))
 print('up', flush=True)
 time.sleep(60)
 """
+# Stops the server, and takes its place for one program.
+TAKES = """
+import array, ctypes, os, signal, socket, struct, subprocess
+libc = ctypes.CDLL(None, use_errno=True)
+server = int(subprocess.check_output(["pgrep", "-of", "<zygote>"]))
+pidfd = os.pidfd_open(server)
+for name in os.listdir(f"/proc/{server}/fd"):
+    if os.readlink(f"/proc/{server}/fd/{name}").startswith("socket"):
+        listener = socket.socket(fileno=libc.syscall(438, pidfd, int(name), 0))
+        if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            break
+os.kill(server, signal.SIGSTOP)
+print("up", flush=True)
+connection, _ = listener.accept()
+_, ((_, _, data),), _, _ = connection.recvmsg(4096, 256)
+fds = array.array("i", data)
+pid = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+try:
+    os.kill(pid, signal.SIGSTOP)
+except OSError as error:
+    print(type(error).__name__)
+print([name for fd in fds if "cgroup" in (name := os.readlink(f"/proc/self/fd/{fd}"))])
+place = socket.socket(fileno=fds[5])
+place.send(b"join")
+print([b"join", place.recv(100)])
+connection.send(b"exit 9")
+os.kill(server, signal.SIGCONT)
+"""
 # A zygote of its own making: it joins the cgroups and no namespace, and says that all is well.
 STAYS = """
 import array, os, socket, time
@@ -188,6 +216,19 @@ def test_time_outs_signals_and_limits_reach_a_fork(client: Client, spec: Sandbox
         assert (greedy.oom_killed, greedy.signal) == (True, signal.SIGKILL)
 
 
+def test_who_answers_in_the_server_s_place_moves_nobody(client: Client, spec: SandboxSpec) -> None:
+    """A guest that takes the server's socket gets no file of a cgroup, and can't stop what stands for the source."""
+    with client.create(spec, user="nobody") as sandbox:
+        taker = sandbox.start(["python3", "-c", TAKES])
+        output = taker.output()
+        assert next(output)[2] == b"up\n"
+        before = sandbox.exec("cat /proc/1/cgroup").check().text
+        stolen = sandbox.start_python("print('never')")
+        assert b"".join(data for _, _, data in output) == b"PermissionError\n[]\n[b'join', b'go']\n"
+        assert stolen.wait(timeout_s=30).exit_code == 9
+        assert sandbox.exec("cat /proc/1/cgroup").check().text == before
+
+
 def test_a_server_that_the_guest_kills_is_made_again(client: Client, spec: SandboxSpec) -> None:
     """What it was running is said to have lost it; the next one runs."""
     with client.create(spec) as sandbox:
@@ -244,6 +285,43 @@ def test_imports_may_print_crash_and_start_threads(client: Client) -> None:
         for name, said in (("crashes", "signal 6"), ("threads", "1 threads running"), ("ends", "SystemExit")):
             with pytest.raises(InvalidSpec, match=said):
                 client.create(client.zygote(image, imports=[name]))
+    finally:
+        snapshot.remove()
+
+
+def test_imports_share_no_memory_that_a_fork_could_write_to(client: Client) -> None:
+    """Not now, nor by changing the protection later; files that are read and memory that is copied are fine."""
+    kept = "os.memfd_create('kept'); os.ftruncate(fd, 4096)"
+    modules = {
+        "anonymous": "import mmap; mem = mmap.mmap(-1, 4096)",
+        "readable": f"import mmap, os; fd = {kept}; mem = mmap.mmap(fd, 4096, prot=mmap.PROT_READ)",
+        "counted": "import multiprocessing; value = multiprocessing.Value('i', 0)",
+        "read": "import mmap; file = open('/etc/passwd', 'rb'); mem = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)",
+        "copied": "import mmap; mem = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE)",
+    }
+    snapshot = with_modules(client, modules)
+    image = snapshot.image.name
+    try:
+        for name, said in (("anonymous", "/dev/zero"), ("readable", "/memfd:kept"), ("counted", "")):
+            with pytest.raises(InvalidSpec, match=f"mapped shared .*{said}"):
+                client.create(client.zygote(image, imports=[name]))
+        with client.create(client.zygote(image, imports=["read", "copied"])) as fine:
+            assert fine.python("import read; print(read.mem[:4])").text == "b'root'\n"
+    finally:
+        snapshot.remove()
+
+
+def test_an_image_chooses_no_id_of_another_sandbox(client: Client) -> None:
+    """A zygote's user namespace has the ids of all slots: its root must be its own."""
+    with client.create("debian") as sandbox:
+        there = sandbox.exec(
+            "sed -i s/:0:0:/:1048576:1048576:/ /etc/passwd && head -1 /etc/passwd", user="root"
+        ).check()
+        assert there.text.startswith("root:") and ":1048576:1048576:" in there.text
+        snapshot = sandbox.snapshot()
+    try:
+        with pytest.raises(InvalidSpec, match="has an id above 65535"):
+            client.create(client.zygote(snapshot.image.name, imports=["json"]))
     finally:
         snapshot.remove()
 

@@ -246,7 +246,9 @@ class Leaf:
 
     def create(self) -> None:
         self.guest.mkdir(parents=True)
-        for path in (self.base / "cgroup.procs", self.guest, self.guest / "cgroup.procs"):
+        os.chown(self.base / "cgroup.procs", -1, INIT_UID)
+        (self.base / "cgroup.procs").chmod(0o664)
+        for path in (self.guest, self.guest / "cgroup.procs"):
             os.chown(path, INIT_UID, INIT_UID)
         for controller in V1:
             self.v1(controller).mkdir()

@@ -4,6 +4,7 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -204,3 +205,19 @@ def test_a_pool_that_cant_be_made_says_so(make_supervisor: Callable[[], Supervis
     pool = os.fspath(supervisor.directory / "none" / "pool")
     assert supervisor.start("--pool", pool) == "error pool: No such file or directory"
     assert supervisor.settle() == []
+
+
+def test_a_late_process_of_a_start_leaves_no_cgroup(supervisor: Supervisor, client: Client) -> None:
+    """One that is about to end may still make the version 1 leaves: they go after the group that holds such ones."""
+    client.create("one")
+    paths = [path / "one" for path in supervisor.cgroups() if (path / "one").is_dir()]
+    (group,) = (path for path in paths if (path / "cgroup.kill").exists())
+    leaves = " ".join(str(path) for path in paths if path != group)
+    wait = "n=0; for leaf in $*; do while [ -d $leaf -a $n -lt 25 ]; do n=$((n + 1)); sleep 0.02; done; done"
+    with subprocess.Popen(["sh", "-c", f"read go; {wait}; mkdir -p $*", "late", *leaves.split()], stdin=-1) as late:
+        (group / "cgroup.procs").write_text(str(late.pid))
+        tag = client.send("destroy", id="one")
+        assert late.stdin is not None
+        late.stdin.close()
+    client.wait(tag)
+    assert supervisor.cgroup_leaves() == set()

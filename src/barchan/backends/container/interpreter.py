@@ -33,6 +33,7 @@ EXIT_CANNOT = 126
 LINE_FD = 3
 # In the order in which the descriptors come: user, pid, net, uts, cgroup, time, ipc, mnt.
 NAMESPACES = (0x10000000, 0x20000000, 0x40000000, 0x04000000, 0x02000000, 0x00000080, 0x08000000, 0x00020000)
+IDS = 1 << 16
 RESERVED_IDS = (65533, 65535)  # the platform's own in every sandbox
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_READ, PR_CAPBSET_DROP, PR_SET_SECUREBITS = 4, 22, 23, 24, 28
 SECCOMP_MODE_FILTER = 2
@@ -103,6 +104,8 @@ def find_user(user: str) -> tuple[int, int, list[int]]:
         groups = []
     if uid in RESERVED_IDS or {gid, *groups} & set(RESERVED_IDS):
         raise PermissionError("the user is reserved for the platform")
+    if max(uid, gid, *groups) >= IDS:
+        raise PermissionError(f"the user has an id above {IDS - 1}, which no sandbox has")
     return uid, gid, groups
 
 
@@ -166,6 +169,19 @@ def refuse(line: int, error: BaseException) -> None:
         os.write(line, f"error {error!r}".encode("utf-8", "replace")[:TEXT_MAX])
 
 
+def shared_areas() -> list[str]:
+    """Memory that a fork would write to for all others, now or once it has changed the protection: address and name."""
+    found, area = [], ""
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            words = line.split()
+            if not words[0].endswith(":"):
+                area = " ".join([words[0], *words[5:]])
+            elif words[0] == "VmFlags:" and "sh" in words:
+                found.append(area)
+    return found
+
+
 def import_all(names: list[str]) -> None:
     for name in names:
         importlib.import_module(name)
@@ -174,6 +190,12 @@ def import_all(names: list[str]) -> None:
         raise RuntimeError(
             f"the imports have left {tasks - 1} threads running, which no fork would have "
             "(try: without the one that starts them)"
+        )
+    shared = shared_areas()
+    if shared:
+        raise RuntimeError(
+            f"the imports have left writable memory that is mapped shared ({', '.join(shared[:4])}), through which "
+            "sandboxes would reach each other (try: without the one that maps it)"
         )
 
 
@@ -375,12 +397,20 @@ def run(fds: list[int]) -> None:
     os._exit(code)
 
 
+def join(fd: int) -> None:
+    """The process that stands for this one puts it into the program's cgroup."""
+    with socket.socket(fileno=fd) as place:
+        place.send(b"join")
+        if place.recv(TEXT_MAX) != b"go":
+            raise PermissionError("it may not join the program's cgroup")
+
+
 def prepare(fds: list[int]) -> tuple[bytes, list[str]]:
     """Take the place that was made for the program; its source and arguments."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for fd in fds[5:]:
-        os.write(fd, b"0")
+        join(fd)
     os.setsid()
     for fd, given in enumerate(fds[:3]):
         os.dup2(given, fd)
