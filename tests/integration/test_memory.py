@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import struct
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from barchan.backends.container.backend import ContainerHandle
-from barchan.errors import BarchanError, BootFailed, InitDied, NotSnapshotable, SnapshotCorrupt
+from barchan.errors import BarchanError, BootFailed, CapacityError, InitDied, NotSnapshotable, SnapshotCorrupt
 from barchan.node.open_network import OpenNetwork
 from barchan.wire import guest as wire
 from tests.integration.memory_lab import PROGRAM, Lab, Talker
@@ -172,6 +173,22 @@ async def test_what_cannot_be_stored_is_named_and_unharmed(lab: Lab, script: str
     await handle.thaw(0.1)
     assert await program.ask(handle.guest, "count()") == 2
     assert "holder" in {item.process_id for item in await handle.guest.listed() if not item.exited}
+
+
+async def test_a_full_disk_is_said_to_be_one(lab: Lab, tmp_path: Path) -> None:
+    """It is no fault of what the guest holds: the same sandbox can be stored once there is room."""
+    handle = await lab.create()
+    program = await lab.program(handle)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "full", tmp_path], check=True)
+    try:
+        with pytest.raises(CapacityError, match="full"):
+            await handle.dump(tmp_path / "memory", keep=True)
+        assert not list(tmp_path.iterdir())
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    await handle.thaw(0.1)
+    assert await program.ask(handle.guest, "count()") == 1
+    await lab.dump(handle, "roomy")
 
 
 async def test_limits_hold_in_a_restored_sandbox(lab: Lab) -> None:
