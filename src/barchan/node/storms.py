@@ -16,7 +16,7 @@ def chosen(sandboxes: Sandboxes, asked: TierRequest) -> list[Live]:
         InvalidSpec: It names none, or in two ways. NotFound, SandboxExpired, SandboxLost: One of the ids is not here.
     """
     if sum((bool(asked.sandbox_ids), bool(asked.labels), asked.all)) != 1:
-        raise InvalidSpec("say which: sandbox_ids, labels, or all=true for every sandbox of this node")
+        raise InvalidSpec("say which in one way: sandbox_ids, labels, or all=true for every sandbox of this node")
     if asked.sandbox_ids:
         return [sandboxes.get(sandbox_id) for sandbox_id in dict.fromkeys(asked.sandbox_ids)]
     return [live for live in sandboxes.matching(asked.labels, None) if live.is_here and live.ending is None]
