@@ -10,9 +10,10 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from barchan.errors import BarchanError, BlobUnavailable, Conflict, NotFound, TransportError
+from barchan.errors import BarchanError, BlobUnavailable, Conflict, NotFound, SandboxExpired, TransportError
 from barchan.image.blobs import BlobStore
 from barchan.image.template import Template
 from barchan.node import hibernate
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
 
 MOVED = "moved: another node has taken it"
+RETIRE_WAIT_S = 2.0  # of an end, for the store; one that takes longer is told meanwhile
 
 
 def store_of(sandboxes: "Sandboxes") -> BlobStore:
@@ -88,38 +90,61 @@ async def _send(sandboxes: "Sandboxes", live: Live, stored: Stored, store: BlobS
     )
 
 
-async def claim(sandboxes: "Sandboxes", live: Live) -> Hibernated | None:
-    """Before a published sandbox is woken here; None: nobody else can have it.
+class Claim(Struct, frozen=True):
+    """What a node has just taken, and how it was there before."""
+
+    made: Hibernated
+    seen: Hibernated
+
+
+async def claim(sandboxes: "Sandboxes", live: Live) -> Claim | None:
+    """Before a published sandbox is woken here; None: no other node could have it even before.
 
     Raises:
-        Conflict: Another node has taken it; what is here of it goes.
-        BlobUnavailable: The store can't be asked.
+        SandboxExpired: Another node has taken it, or has stored what it did since; what is here of it goes.
+        Conflict: This node has no store. BlobUnavailable: The store can't be asked.
     """
     if not live.rest.is_published:
         return None
+    store = store_of(sandboxes)
     try:
-        return await generations.claim(store_of(sandboxes), live.sandbox_id, sandboxes.node_id)
-    except NotFound:  # it was never published after all
-        return None
-    except Conflict:
-        sandboxes.expire(live, MOVED)
-        raise
+        newest = await generations.current(store, live.sandbox_id)
+        if newest is None:  # it was never published after all
+            return None
+        generations.check_own(newest, live.sandbox_id, sandboxes.node_id)
+        if newest.state == "claimed":  # and what the store has is older than what is here
+            return None
+        return Claim(await generations.claim(store, live.sandbox_id, sandboxes.node_id, seen=newest), newest)
+    except Conflict as error:
+        _let_go(sandboxes, live)
+        raise SandboxExpired(str(error), **error.details, sandbox_id=live.sandbox_id, cause=MOVED) from error
     except TransportError as error:
         raise BlobUnavailable(f"nobody can say whether another node has this sandbox: {error}") from error
 
 
-async def give_back(sandboxes: "Sandboxes", claimed: Hibernated | None) -> None:
+def _let_go(sandboxes: "Sandboxes", live: Live) -> None:
+    """It is another node's: what is here of it goes, and the store needs not be told."""
+    live.rest.is_published = False
+    sandboxes.expire(live, MOVED)
+
+
+async def give_back(sandboxes: "Sandboxes", claimed: Claim | None) -> None:
     """It could not be woken: let others try, if the store can be told."""
     if claimed is not None:
         with suppress(BarchanError):
-            await generations.publish(store_of(sandboxes), claimed)
+            await generations.give_back(store_of(sandboxes), claimed.made, claimed.seen)
 
 
 async def retire(sandboxes: "Sandboxes", live: Live) -> None:
     """A published sandbox has ended; a store that can't be told keeps a few bytes that say otherwise."""
     if live.rest.is_published:
-        with suppress(BarchanError):
-            await generations.retire(store_of(sandboxes), live.sandbox_id, sandboxes.node_id)
+        telling = sandboxes.tasks.spawn(_retire(sandboxes, live))
+        await asyncio.wait({telling}, timeout=RETIRE_WAIT_S)
+
+
+async def _retire(sandboxes: "Sandboxes", live: Live) -> None:
+    with suppress(BarchanError):
+        await generations.retire(store_of(sandboxes), live.sandbox_id, sandboxes.node_id)
 
 
 async def adopt(sandboxes: "Sandboxes", sandbox_id: str, lease_id: str | None) -> Live:
@@ -127,20 +152,49 @@ async def adopt(sandboxes: "Sandboxes", sandbox_id: str, lease_id: str | None) -
 
     Raises:
         NotFound: The store has no such sandbox. Conflict: Another node has it, it has ended, or there is no store.
+        SandboxExpired, SandboxLost: It has ended here.
         CapacityError, QuotaExceeded: It does not fit here. BlobUnavailable: The store is slow or dead.
     """
-    if (live := sandboxes.live.get(sandbox_id)) is not None and live.ending is None:
-        return live
-    store = store_of(sandboxes)
+    async with sandboxes.arrivals.setdefault(sandbox_id, asyncio.Lock()):  # whoever asks again gets the same one
+        try:
+            if (live := sandboxes.live.get(sandbox_id)) is not None:
+                if live.ending is None and not await _has_moved(sandboxes, live):
+                    return live
+                if live.ending is not None:
+                    await asyncio.wait({live.ending})
+            store = store_of(sandboxes)
+            found = await generations.current(store, sandbox_id)
+            if found is None:
+                raise NotFound(f"no sandbox {sandbox_id} in {store.url}", sandbox_id=sandbox_id)
+            _check_free(sandboxes, found)
+            return await _adopt(sandboxes, store, found, lease_id)
+        except TransportError as error:
+            raise BlobUnavailable(f"the sandbox can't be had from the blob store now: {error}") from error
+
+
+async def _has_moved(sandboxes: "Sandboxes", live: Live) -> bool:
+    """Whether what lies here is old, for another node has taken it; then it goes."""
+    if live.rest.stored is None or not live.rest.is_published:
+        return False
+    newest = await generations.current(store_of(sandboxes), live.sandbox_id)
     try:
-        found = await generations.current(store, sandbox_id)
-        if found is None:
-            raise NotFound(f"no sandbox {sandbox_id} in {store.url}", sandbox_id=sandbox_id)
-        if found.state != "stored" or found.spec is None:
-            raise Conflict(f"sandbox {sandbox_id} has ended, or node {found.node_id} has it awake")
-        return await _adopt(sandboxes, store, found, lease_id)
-    except TransportError as error:
-        raise BlobUnavailable(f"the sandbox can't be had from {store.url} now: {error}") from error
+        generations.check_own(newest, live.sandbox_id, sandboxes.node_id)
+    except Conflict:
+        _let_go(sandboxes, live)
+        return True
+    return False
+
+
+def _check_free(sandboxes: "Sandboxes", found: Hibernated) -> None:
+    """Raise unless this node may take it: also what it has claimed before, and then was killed."""
+    is_own = found.node_id == sandboxes.node_id
+    if found.spec is None or (found.state == "claimed" and not is_own):
+        raise Conflict(f"sandbox {found.sandbox_id} has ended, or node {found.node_id} has it awake")
+    row = sandboxes.journal.find(found.sandbox_id)
+    if row is None or row.ended_unix_s is None or row.end_cause == MOVED or not is_own:
+        return
+    if row.phase == "stopped" or found.state == "claimed":  # the store was not told that it ended, or has older work
+        raise row.error()
 
 
 async def _adopt(sandboxes: "Sandboxes", store: BlobStore, found: Hibernated, lease_id: str | None) -> Live:
@@ -149,6 +203,7 @@ async def _adopt(sandboxes: "Sandboxes", store: BlobStore, found: Hibernated, le
     snapshot_id = f"{hibernate.ID_PREFIX}{token}"
     image = f"{hibernate.image_prefix(sandboxes)}{found.sandbox_id}-{token}"
     spec = replace(found.spec, lease_id=lease_id, detach=lease_id is None, ttl_s=found.ttl_left_s)
+    claimed: Claim | None = None
     if lease_id is not None:
         sandboxes.leases.admit(lease_id, found.sandbox_id, spec.memory_mib)
     try:
@@ -156,7 +211,10 @@ async def _adopt(sandboxes: "Sandboxes", store: BlobStore, found: Hibernated, le
             *(sandboxes.images, found.template, sandboxes.shelf, snapshot_id, found.memory, store, _quiet),
             local_name=image,
         )
-        await generations.claim(store, found.sandbox_id, sandboxes.node_id)
+        claimed = Claim(
+            await generations.claim(store, found.sandbox_id, sandboxes.node_id, seen=found),
+            found,
+        )
         live = Live(found.sandbox_id, spec, _own(template, found), time.time())
         stored = Stored(
             snapshot_id=snapshot_id,
@@ -168,6 +226,7 @@ async def _adopt(sandboxes: "Sandboxes", store: BlobStore, found: Hibernated, le
         sandboxes.journal.take(live.sandbox_id, spec, live.template, stored)
     except BaseException:
         sandboxes.leases.leave(lease_id, found.sandbox_id)
+        await give_back(sandboxes, claimed)
         await asyncio.to_thread(sandboxes.shelf.remove, snapshot_id)
         await hibernate.remove_image(sandboxes, image)
         raise

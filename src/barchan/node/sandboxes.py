@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from barchan import backends
 from barchan.backends.base import Backend, Ended, Handle
@@ -82,6 +83,7 @@ class Sandboxes:
         self.warm = WarmPool(self, Bounds.around(limits.warm))
         self.live: dict[str, Live] = {}
         self.by_create: dict[str, Live] = {}
+        self.arrivals = WeakValueDictionary[str, asyncio.Lock]()  # of sandboxes that come from other nodes
         self.creates_total = 0
         self.create_failures_total = 0
         self.last_used = asyncio.get_running_loop().time()
@@ -337,12 +339,14 @@ class Sandboxes:
     def watch(self, live: Live) -> None:
         """Hear of its init's end, and of a program's that the host could not bear."""
         live.handle.ended.add_done_callback(partial(self._init_ended, live, live.handle))
-        live.processes.evicted = partial(self._evicted, live)
+        live.processes.evicted = partial(self.lose, live, f"evicted: {HOST_FULL}")
 
-    def _evicted(self, live: Live) -> BarchanError:
-        """No fault of the guest's: what it had is lost, and says so, rather than going on without a part."""
+    def lose(self, live: Live, cause: str) -> BarchanError:
+        """End one that can't go on: no fault of the guest's. What it had is lost, and says so, rather than going on
+        without a part; returns what whoever asks is told.
+        """
         if live.ending is None:
-            self._ended(live, Fact.INIT_DIED, f"evicted: {HOST_FULL}")
+            self._ended(live, Fact.INIT_DIED, cause)
             live.handle.guest.guest_gone(self._why_not(live.sandbox_id))
         return self._why_not(live.sandbox_id)
 
@@ -424,10 +428,13 @@ class Sandboxes:
                 await live.processes.close()
                 if live.network is not None:
                     await live.network.close()
-                await live.handle.destroy()
-            await hibernate.remove(self, live)
+                if live.rest.stored is None:
+                    await live.handle.destroy()
         finally:
-            self._forget(live)
+            try:
+                await hibernate.remove(self, live)
+            finally:
+                self._forget(live)
 
     def _init_ended(self, live: Live, handle: Handle, ended: "asyncio.Future[Ended]") -> None:
         """The guest died on its own: that is a lost sandbox, and its remains go at once."""

@@ -37,7 +37,7 @@ class Hibernated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         state: `stored`: whoever makes the next generation may resume it. `claimed`: `node_id` has resumed it, or is
             about to. `ended`: it is no more.
-        node_id: Who made this generation.
+        node_id: Who has it, or stored it last.
         template: Digest of its image in the store, the topmost `own_layers` of which it has written itself.
         memory: Digest of its packed memory there.
         spec: As it was created; None when it has ended.
@@ -77,12 +77,15 @@ async def publish(store: BlobStore, sandbox: Hibernated) -> Hibernated:
         CapacityError, Denied, TransportError: As `BlobStore.put`.
     """
     newest = await current(store, sandbox.sandbox_id)
-    _check_own(newest, sandbox.sandbox_id, sandbox.node_id)
+    check_own(newest, sandbox.sandbox_id, sandbox.node_id)
     return await _make(store, newest, replace(sandbox, state="stored"))
 
 
-async def claim(store: BlobStore, sandbox_id: str, node_id: str) -> Hibernated:
+async def claim(store: BlobStore, sandbox_id: str, node_id: str, *, seen: Hibernated | None = None) -> Hibernated:
     """Take a sandbox for this node, before it is resumed. A node that has it gets the same answer again.
+
+    Args:
+        seen: What this node would resume: a newer one is not taken.
 
     Raises:
         NotFound: No node has ever published it.
@@ -93,9 +96,24 @@ async def claim(store: BlobStore, sandbox_id: str, node_id: str) -> Hibernated:
     if newest is None:
         raise NotFound(f"no sandbox {sandbox_id} in {store.url}", sandbox=sandbox_id)
     if newest.state != "stored":
-        _check_own(newest, sandbox_id, node_id)
+        check_own(newest, sandbox_id, node_id)
+    if seen is not None and newest != seen:
+        raise _lost(newest)
+    if newest.state != "stored":
         return newest
     return await _make(store, newest, replace(newest, state="claimed", node_id=node_id))
+
+
+async def give_back(store: BlobStore, claimed: Hibernated, seen: Hibernated) -> None:
+    """What this node claimed, and could not resume, is there for any node again, just as it was before.
+
+    Raises:
+        As `publish`.
+    """
+    newest = await current(store, claimed.sandbox_id)
+    if newest != claimed:
+        raise _lost(claimed)
+    await _make(store, newest, replace(seen, state="stored"))
 
 
 async def retire(store: BlobStore, sandbox_id: str, node_id: str) -> None:
@@ -110,7 +128,7 @@ async def retire(store: BlobStore, sandbox_id: str, node_id: str) -> None:
     if newest is None:
         raise NotFound(f"no sandbox {sandbox_id} in {store.url}", sandbox=sandbox_id)
     if newest.state != "ended":
-        _check_own(newest, sandbox_id, node_id)
+        check_own(newest, sandbox_id, node_id)
         newest = await _make(store, newest, replace(newest, state="ended", spec=None))
     await _prune(store, sandbox_id, newest.generation)
 
@@ -135,7 +153,8 @@ async def current(store: BlobStore, sandbox_id: str) -> Hibernated | None:
     raise Conflict(f"sandbox {sandbox_id} goes from node to node faster than {store.url} can tell (try: again)")
 
 
-def _check_own(newest: Hibernated | None, sandbox_id: str, node_id: str) -> None:
+def check_own(newest: Hibernated | None, sandbox_id: str, node_id: str) -> None:
+    """Raise `Conflict` if another node has a sandbox or stored it last, or if it has ended."""
     if newest is None:
         return
     if newest.state == "ended":
