@@ -1,14 +1,22 @@
 """What goes wrong while sandboxes sleep and wake is nobody's loss, and is never taken for their own doing."""
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
+from typing import Any
 
 import pytest
 
 import barchan
-from barchan.errors import BackendError
+from barchan.backends.container.cgroup import kill
+from barchan.errors import BackendError, SandboxLost
+from barchan.model.sandbox import SandboxSpec, StartRequest
+from barchan.node import hibernate
+from barchan.node.admission import default_limits
+from barchan.node.late_memory import Unpacked, unpacked
+from barchan.node.sandboxes import Sandboxes
 from barchan.rollout.artifact import take
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.task import FilesArtifact, ScriptGrader, Task
@@ -16,6 +24,7 @@ from barchan.rollout.tools import Workspace
 from tests.nodes import NodeProcess
 
 pytestmark = [pytest.mark.requires("root", "cgroup", "criu"), pytest.mark.timeout(120)]
+SPEC = SandboxSpec(template="debian", memory_mib=64, detach=True, ttl_s=600)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +109,67 @@ async def test_a_wake_that_fails_is_no_missing_file(node: NodeProcess, client: b
     taken = await take(Workspace(sandbox, 1000), task, "image")
     assert isinstance(taken, Artifact)
     assert await sandbox.kill()
+
+
+@pytest.fixture
+async def sandboxes(make_node: Callable[[], NodeProcess]) -> AsyncIterator[Sandboxes]:
+    """A node without its server, in this process, so that something can be done at one moment of its work."""
+    place = make_node()
+    sandboxes = Sandboxes(place.state_dir, default_limits(), "test")
+    await sandboxes.start()
+    place.watch.supervisor_pid()
+    yield sandboxes
+    await sandboxes.shutdown()
+    await sandboxes.close()
+
+
+async def test_one_whose_init_dies_as_it_comes_back_stays_on_disk(
+    sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes count from when they are let go: until then what is on disk does, and the next request has it."""
+    live = sandboxes.live[(await sandboxes.create(SPEC)).sandbox_id]
+    program = await live.processes.start(StartRequest(shell="read x; exit 7", stdin_open=True))
+    await sandboxes.tiers.to(live, "hibernated")
+
+    @asynccontextmanager
+    async def killed(*arguments: Any) -> AsyncIterator[Unpacked]:
+        async with unpacked(*arguments) as found:
+            yield found
+        kill(live.handle._counters.guest)  # type: ignore[attr-defined]
+        await asyncio.wait([live.handle.ended])
+
+    monkeypatch.setattr(hibernate, "unpacked", killed)
+    with pytest.raises(BackendError, match="on disk as it was"):
+        await sandboxes.tiers.awake(live)
+    assert (live.phase, live.rest.tier, sandboxes.tiers.stored) == ("hibernated", "hibernated", 1)
+    monkeypatch.undo()
+    async with sandboxes.tiers.busy(live):
+        process = await live.handle.guest.find(program.process_id)
+        await live.processes.write_stdin(process, 0, b"now\n", eof=True)
+        assert os.WEXITSTATUS((await process.ended).wstatus) == 7
+    assert (live.rest.tier, sandboxes.tiers.stored) == ("running", 0)
+
+
+async def test_one_that_cannot_be_let_go_is_lost_and_leaves_nothing(
+    sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How far it went, nobody knows: it is not begun again from what is on disk."""
+    live = sandboxes.live[(await sandboxes.create(SPEC)).sandbox_id]
+    await sandboxes.tiers.to(live, "hibernated")
+    wake = sandboxes.journal.wake
+
+    def then_killed(*arguments: Any) -> None:
+        wake(*arguments)
+        kill(live.handle._counters.guest)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(sandboxes.journal, "wake", then_killed)
+    with pytest.raises(SandboxLost):
+        await sandboxes.tiers.awake(live)
+    assert live.ending is not None
+    await live.ending
+    with pytest.raises(SandboxLost, match="init_died"):
+        sandboxes.get(live.sandbox_id)
+    assert not list((sandboxes.state_dir / "snapshots").glob("hib_*"))
 
 
 async def _unended(node: NodeProcess) -> int:

@@ -46,8 +46,10 @@ class Rest:
         self.own_layers = 0  # of its template: what it had written when it was hibernated
         self.is_published = False  # it is, or was, in the blob store
         self.images: set[str] = set()  # that keep those
+        self.idle_from = 0.0  # its idle time counts from here, if it was last used earlier
         # of the policy
         self.waiting_since: float | None = None  # when nothing was asked of it any more
         self.look_at = 0.0
+        self.judged_at: float | None = None  # when it was last used, as it was last looked at
         self.cpu_s = -1.0
         self.quiet_since = 0.0

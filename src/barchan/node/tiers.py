@@ -126,7 +126,7 @@ class Tiers:
                     return
                 if live.phase == "hibernated":
                     async with self.turns.wakes.turn(lambda: FIRST if live.requests else LAST):
-                        await self._wait_for_memory()
+                        await self._wait_for_memory(live)
                         await hibernate.restore(self._sandboxes, live)
                 elif live.phase == "paused":
                     self._sandboxes.journal.wake(live.sandbox_id)
@@ -138,11 +138,13 @@ class Tiers:
             rest.waking = None
             rest.wanted.clear()
 
-    async def _wait_for_memory(self) -> None:
+    async def _wait_for_memory(self, live: Live) -> None:
         """Nothing comes back from disk while the host has next to none left; meanwhile the policy frees some."""
         loop = asyncio.get_running_loop()
         reserve_mib, until = self._sandboxes.admission.limits.memory_reserve_mib, loop.time() + MEMORY_WAIT_S
+        hibernate.check_lives(self._sandboxes, live)
         while step(pressure(), reserve_mib) == "evict":
+            hibernate.check_lives(self._sandboxes, live)
             if loop.time() > until:
                 raise CapacityError("the host has no memory for what comes back from disk", retry_after_ms=2000)
             await asyncio.sleep(MEMORY_LOOK_S)
@@ -236,6 +238,8 @@ class Tiers:
     async def _pause(self, live: Live, is_asked: bool) -> None:
         if live.requests and not is_asked:
             raise Conflict("it stays awake: a request is being served")
+        if not is_asked and live.rest.judged_at not in (None, live.last_used):
+            raise Conflict(f"it stays awake: {TURNED_ROUND}")
         async with live.handle.guest.starts.none():
             await live.handle.freeze()
         live.rest.frozen_at = asyncio.get_running_loop().time()
