@@ -126,7 +126,7 @@ class Dumping:
             raise NotSnapshotable(
                 "it was forked from a warm interpreter, in whose sandbox its namespaces lie: create it without one"
             )
-        if (link := self._backend.pager.link(self.sandbox_id)) is not None:
+        if (link := await self._backend.pager.known_link(self.sandbox_id)) is not None:
             await link.complete()  # what it lacks is not in the processes that CRIU sees
         async with self._cutting:
             return await finished(self._dump(target, found, keep=keep))

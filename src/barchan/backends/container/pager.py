@@ -88,6 +88,15 @@ class Pager:
         """Of a sandbox whose memory is not complete."""
         return self._links.get(sandbox_id)
 
+    async def known_link(self, sandbox_id: str) -> PagerLink | None:
+        """As `link`, once it is known what a pager of an earlier node serves."""
+        await self._taken_over()
+        return self.link(sandbox_id)
+
+    async def _taken_over(self) -> None:
+        if self._taking_over is not None:
+            await asyncio.wait({self._taking_over})
+
     async def serve(self, sandbox_id: str, snapshot_id: str) -> PagerLink:
         """Have a sandbox's memory given to it as it is restored. Its control group must be there when CRIU comes.
 
@@ -161,8 +170,7 @@ class Pager:
     # the process and the connection to it
 
     async def _connected(self) -> SupervisorClient:
-        if self._taking_over is not None:
-            await asyncio.wait({self._taking_over})
+        await self._taken_over()
         async with self._connecting:
             if self._client is None:
                 try:
