@@ -43,6 +43,8 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
             if row.sandbox_id not in sandboxes.live:
                 sandboxes.journal.end(row.sandbox_id, "lost", "node_lost")
                 sandboxes.leases.leave(row.spec.lease_id, row.sandbox_id)
+                for image in images.get(row.sandbox_id, ()):
+                    await hibernate.remove_image(sandboxes, image)
 
 
 async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:

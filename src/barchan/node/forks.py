@@ -137,9 +137,11 @@ class Forks:
         sandbox_id = slot or self._sandboxes.new_id()
         spec = replace(spec, hostname=child_hostname(spec.hostname, sandbox_id))
         try:
-            return self._sandboxes.begin(spec, live.template, start, sandbox_id)
+            child = self._sandboxes.begin(spec, live.template, start, sandbox_id)
         except BarchanError as error:
             return error
+        child.rest.own_layers = live.rest.own_layers  # before it is journalled: what its parent wrote is no base's
+        return child
 
     async def _settle(self, backend: Backend, cut: str, children: Sequence[Child]) -> None:
         """Let go of what the children start from when each has its copy, or never will."""

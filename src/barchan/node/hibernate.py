@@ -120,7 +120,7 @@ async def store(sandboxes: "Sandboxes", live: Live, check: Callable[[], None]) -
     stored = Stored(
         snapshot_id=storing.snapshot_id,
         template=template,
-        own_layers=live.rest.own_layers + 1,
+        own_layers=len(template.layers) - template.base_layers,  # some may have been merged
         frozen_s=frozen_s,
         memory_bytes=live.rest.memory_bytes,
     )

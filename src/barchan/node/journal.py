@@ -136,8 +136,14 @@ class Journal:
         (value,) = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return str(value)
 
-    def begin(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> None:
+    def begin(self, sandbox_id: str, spec: SandboxSpec, template: Template, own_layers: int = 0) -> None:
         """Before anything is made: so that a sandbox that comes to be is always known."""
+        with self._db:
+            self._begin(sandbox_id, spec, template)
+            if own_layers:
+                self._db.execute("INSERT INTO sandbox_rest (id, own_layers) VALUES (?, ?)", (sandbox_id, own_layers))
+
+    def _begin(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> None:
         self._db.execute(
             "INSERT INTO sandbox (id, create_id, spec, template, phase, created_unix_s) "
             "VALUES (?, ?, ?, ?, 'booting', ?)",
@@ -208,7 +214,7 @@ class Journal:
         with self._db:
             for table in ("sandbox", "sandbox_rest"):
                 self._db.execute(f"DELETE FROM {table} WHERE id = ?", (sandbox_id,))
-            self.begin(sandbox_id, spec, template)
+            self._begin(sandbox_id, spec, template)
             self._set_phase(sandbox_id, "hibernated")
             self._db.execute(
                 "INSERT INTO sandbox_rest (id, since_unix_s, is_asked, stored, is_published) VALUES (?, ?, 1, ?, 1)",

@@ -295,7 +295,7 @@ class Sandboxes:
                     self.leases.started(live.spec.lease_id, live.sandbox_id)
                 self.live[live.sandbox_id] = live
                 backend = await self.backend(live.spec.backend)
-                self.journal.begin(live.sandbox_id, live.spec, live.template)
+                self.journal.begin(live.sandbox_id, live.spec, live.template, live.rest.own_layers)
                 live.equip(await start(backend, live), is_new=True)
                 await self.finish_boot(live)
             await set_up(self, live)
