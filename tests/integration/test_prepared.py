@@ -1,6 +1,7 @@
 """Prepared pools: one set-up, handed out many times, each time to one."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +25,10 @@ async def client(node: NodeProcess) -> AsyncIterator[AsyncClient]:
 
 
 async def filled(pool: AsyncPrepared, count: int) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while pool.statistics().ready < count:
-            await asyncio.sleep(0.02)
+    deadline = time.monotonic() + WAIT_S
+    while (told := pool.statistics()).ready < count:
+        assert time.monotonic() < deadline, told
+        await asyncio.sleep(0.02)
 
 
 async def alive(client: AsyncClient, pool: str) -> "Counter[str]":
@@ -127,8 +129,8 @@ async def test_processes_of_the_set_up_go_on_in_each(client: AsyncClient) -> Non
     async with pool:
         await filled(pool, 2)
         for sandbox in (await pool.create(), await pool.create()):
-            result = await sandbox.exec("kill -0 $(cat /tmp/pid) && rm -f /tmp/beat; sleep 1; cat /tmp/beat")
-            assert result.check().text != ""
+            goes_on = "kill -0 $(cat /tmp/pid) && rm -f /tmp/beat && until [ -s /tmp/beat ]; do sleep 0.05; done"
+            (await sandbox.exec(goes_on, timeout_s=WAIT_S)).check()
         assert pool.statistics().claimed_total == 2
 
 
