@@ -100,6 +100,7 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
         tier: How far down it is; phase `paused` is `paused` or `paged_out`.
         memory_freed_bytes: What it takes less than when it was last running.
         stays_paused: Why it is not as far down as it was asked to be; empty: it is.
+        awake_s: Since it last woke, or its node began to serve it; 0 while it sleeps, None for one that has ended.
     """
 
     sandbox_id: str
@@ -117,6 +118,7 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
     tier: Tier = "running"
     memory_freed_bytes: int = 0
     stays_paused: str = ""
+    awake_s: float | None = None
 
 
 class Usage(Struct, frozen=True, kw_only=True):

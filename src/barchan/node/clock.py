@@ -46,6 +46,8 @@ class Clock:
         self._slept_s = 0.0
         self.missed_s = 0.0  # of that, what the guest's own clock counted, too
         self._stopped_at: float | None = None
+        self._went_on_at = asyncio.get_running_loop().time()
+        self.change = asyncio.Event()  # another one after each; set when it stops or goes on next
 
     @property
     def is_stopped(self) -> bool:
@@ -56,6 +58,11 @@ class Clock:
         """How long it has stood still, all added up, since this object was made."""
         since = self._stopped_at
         return self._slept_s + (0.0 if since is None else asyncio.get_running_loop().time() - since)
+
+    @property
+    def awake_s(self) -> float:
+        """Seconds since it last went on, or was made; 0 while it stands still."""
+        return 0.0 if self.is_stopped else asyncio.get_running_loop().time() - self._went_on_at
 
     def time(self) -> float:
         """Seconds of the event loop's clock, without those it stood still."""
@@ -78,6 +85,12 @@ class Clock:
             self._stopped_at = asyncio.get_running_loop().time()
             for timer in self._timers:
                 timer.hold()
+            self.tell()
+
+    def tell(self) -> None:
+        """Have those look who wait for a change."""
+        self.change.set()
+        self.change = asyncio.Event()
 
     def go_on(self, missed_s: float | None = None) -> float:
         """Go on; returns for how many seconds it stood still.
@@ -87,10 +100,12 @@ class Clock:
         """
         if self._stopped_at is None:
             return 0.0
-        slept_s = asyncio.get_running_loop().time() - self._stopped_at
+        self._went_on_at = asyncio.get_running_loop().time()
+        slept_s = self._went_on_at - self._stopped_at
         self._stopped_at = None
         self._slept_s += slept_s
         self.missed_s += slept_s if missed_s is None else missed_s
         for timer in self._timers:
             timer.run()
+        self.tell()
         return slept_s

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -25,7 +26,7 @@ from barchan.node.replies import STREAMING, begin_stream, flag, is_packed, label
 from barchan.node.sandboxes import Sandboxes
 from barchan.wire import api, openapi
 from barchan.wire import guest as wire
-from barchan.wire.api import ROUTES, Empty, Signalled, StdinWritten
+from barchan.wire.api import ROUTES, Awake, Empty, Signalled, StdinWritten
 
 HEARTBEAT_S = 5.0
 WAIT_S_MAX = 60.0
@@ -187,6 +188,22 @@ class Server(Handlers):
         async with self.live(request) as live:
             return reply(request, await live.processes.exec(asked))
 
+    async def awake(self, request: web.Request) -> web.StreamResponse:
+        live = self.sandboxes.get(request.match_info["sandbox_id"])
+        response: web.StreamResponse | None = None
+        if flag(request, "again", default=False) and live.phase != "ready":
+            response = await begin_stream(request)
+            await response.write(encode_chunk(_awake(live), packed=is_packed(request)))
+            await self.sandboxes.tiers.until_woken(live)
+        async with self.live(request) as live:
+            response = response or await begin_stream(request)
+            while live.ending is None:
+                change = live.clock.change
+                await response.write(encode_chunk(_awake(live), packed=is_packed(request)))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(change.wait(), HEARTBEAT_S)
+            return response
+
     async def start(self, request: web.Request) -> web.StreamResponse:
         asked: StartRequest = await self.body(request, "start")
         async with self.live(request) as live:
@@ -207,7 +224,13 @@ class Server(Handlers):
         async with self._process(request) as (live, process):
             wait_s = min(WAIT_S_MAX, seconds(request, "wait_s"))
             if wait_s > 0 and process.exit is None:
-                await asyncio.wait([process.ended], timeout=wait_s)
+                due = asyncio.get_running_loop().create_future()
+                either: set[asyncio.Future[Any]] = {process.ended, due}
+                timer = live.clock.call_later(wait_s, due.set_result, None)
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    timer.cancel()
             if process.exit is None and process.ended.done():
                 process.ended.result()  # the guest is gone: its error is the answer
             return reply(request, live.processes.info(process))
@@ -220,7 +243,8 @@ class Server(Handlers):
         if flag(request, "again", default=False) and live.phase != "ready":  # it only listens on: that wakes nothing
             response = await begin_stream(request)
             await self.sandboxes.tiers.until_woken(live)
-        async with self._process(request, attached=True) as (live, process):
+        is_idle = flag(request, "idle", default=False)
+        async with self._process(request, attached=is_idle) as (live, process):
             spool = await process.add_reader(stream)
             try:
                 response = response or await begin_stream(request)
@@ -254,6 +278,10 @@ class Server(Handlers):
             except OSError as error:
                 raise InvalidSpec(f"process {process.process_id} has no terminal: {error.strerror}") from error
             return reply(request, Empty())
+
+
+def _awake(live: Live) -> Awake:
+    return Awake(is_awake=not live.clock.is_stopped, slept_s=live.clock.slept_s)
 
 
 async def _chunks(

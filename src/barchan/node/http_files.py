@@ -88,7 +88,7 @@ class FileHandlers(Handlers):
             return reply(request, Empty())
 
     async def file_watch(self, request: web.Request) -> web.StreamResponse:
-        async with self.live(request, attached=True) as live:
+        async with self.live(request) as live:
             recursive = flag(request, "recursive", default=True)
             changes = live.files.watch(guest_path(live, request, "path"), recursive, request.query.get("user"))
             packed = is_packed(request)

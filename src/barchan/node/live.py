@@ -34,7 +34,7 @@ class Live:
         self.rest = Rest()
         self.last_used = asyncio.get_running_loop().time()
         self.requests = 0  # in flight
-        self.attached = 0  # of those that only listen to output or changes
+        self.attached = 0  # that only listen: nobody waits for what they hear
         self.maker: asyncio.Task[None] | None = None
         self.is_equipped = False
         self.is_set_up = False
@@ -51,6 +51,7 @@ class Live:
         if self.expiry is not None:
             self.expiry.cancel()
         self.rest.woken.set()
+        self.clock.tell()
 
     @property
     def is_up(self) -> bool:
@@ -103,6 +104,7 @@ class Live:
             tier=self.rest.tier,
             memory_freed_bytes=self.rest.freed_bytes,
             stays_paused=self.rest.refused,
+            awake_s=self.clock.awake_s,
         )
 
 

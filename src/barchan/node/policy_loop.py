@@ -74,6 +74,7 @@ class Policy:
     def _facts(self, live: Live, now: float, step_now: Step) -> Facts:
         rest, waited_s = live.rest, now - live.last_used
         is_busy, has_programs, memory_bytes = False, True, rest.memory_bytes
+        rest.judged_at = live.last_used
         if live.phase == "ready":
             is_busy, has_programs = self._programs(live, now)
             memory_bytes = live.handle.stats().memory_bytes
@@ -96,8 +97,9 @@ class Policy:
     def _programs(self, live: Live, now: float) -> tuple[bool, bool]:
         """Whether they are at work for somebody, and whether there are any.
 
-        Programs that all wait for their input do nothing, whoever listens to them. Of others, those that nobody listens
-        to may be stopped once they have used no processor for a while.
+        Whoever waits for what they do has a request here, and they are not looked at. Programs that all wait for their
+        input do nothing, whoever listens to them. Of others, those that nobody listens to may be stopped once they have
+        used no processor for a while.
         """
         rest, seen = live.rest, live.handle.activity()
         if not seen.has_programs:

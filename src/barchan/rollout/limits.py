@@ -13,9 +13,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     Attributes:
         turns_max: Turns; one is a model's message and the calls in it.
         tokens_max: Completion tokens, of all turns together.
-        agent_s_max: Seconds in which the agent's tools run. Waiting for the model takes none, nor do the platform's own
-            parts of a call where they are known.
-        call_s_max: Seconds of one tool call; beyond them it is ended, and the policy is told.
+        agent_s_max: Seconds in which the agent's tools run, of the sandbox's own time: waiting for the model takes
+            none, nor does a sandbox that sleeps or is woken, nor do the platform's own parts of a call where they are
+            known.
+        call_s_max: Seconds of one tool call, of the same time; beyond them it is ended, and the policy is told.
         output_chars_max: Characters of one call's result; beyond them head and tail are kept.
     """
 

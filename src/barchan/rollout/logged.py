@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from barchan.errors import Conflict, LocalProtocolError
 from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S, DEFAULT_OUTPUT_BYTES, ExecResult, FileInfo, ProcessInfo
-from barchan.rollout.ports import Files, Log, Named, Process, RLimits, Sandbox, Shell
+from barchan.rollout.ports import Clock, Files, Log, Named, Process, RLimits, Sandbox, Shell
 from barchan.sdk.aio.shell import ShellPoint, ShellResult
 from barchan.trajectory.format import Kind
 
@@ -148,6 +148,9 @@ class LoggedSandbox:
 
     def process(self, process_id: str, /) -> Process:
         return self._sandbox.process(process_id)
+
+    def clock(self) -> Clock:
+        return self._sandbox.clock()
 
     async def processes(self) -> list[ProcessInfo]:
         return await self._sandbox.processes()

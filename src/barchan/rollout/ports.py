@@ -1,7 +1,10 @@
 """What rollouts need of a sandbox client: the part of `barchan.sdk`'s async client that they use, and nothing else."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 
 from barchan.model.node import ImageInfo
@@ -52,6 +55,20 @@ class Process(Protocol):
     def output(self, offset: int = ..., *, follow: bool = ...) -> AsyncIterator[tuple[Any, int, bytes]]: ...
 
 
+class Clock(Protocol):
+    """A sandbox's own time; the sandbox is awake while it is entered."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def time(self) -> float: ...
+
+    def timeout(self, delay_s: float | None, /) -> AbstractAsyncContextManager[asyncio.Timeout]: ...
+
+
 class Named(Protocol):
     @property
     def name(self) -> str: ...
@@ -93,6 +110,8 @@ class Sandbox(Protocol):
     ) -> Process: ...
 
     def process(self, process_id: str, /) -> Process: ...
+
+    def clock(self) -> Clock: ...
 
     async def processes(self) -> list[ProcessInfo]: ...
 

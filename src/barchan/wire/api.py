@@ -81,6 +81,13 @@ class StdinWritten(Struct, frozen=True, kw_only=True):
     offset: int
 
 
+class Awake(Struct, frozen=True, kw_only=True):
+    """Whether a sandbox is awake, and for how many seconds it has slept before and until now, since its node began."""
+
+    is_awake: bool
+    slept_s: float
+
+
 class MkdirRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str
     mode: Annotated[int, Meta(ge=0, le=0o7777)] = 0o755
@@ -175,6 +182,8 @@ ROUTES: tuple[Route, ...] = (
     Route("adopt", "POST", _SB + "/adopt", SandboxInfo, body=AdoptRequest, body_kind="value",
           summary="Take a sandbox that another node has sent to the blob store; it is hibernated here then."),
     Route("resume", "POST", _SB + "/resume", SandboxInfo, summary="Wake it, from wherever it is."),
+    Route("awake", "GET", _SB + "/awake", Awake, "stream", query={"again": bool},
+          summary="Wake it, and keep it awake for as long as this is read, but from a sleep that somebody asks for: a record at once, at each change and every 5 s. `again`: it was read before; wakes nothing."),
     Route("tier_many", "POST", "/v1/sandboxes/tier", TierChange, "stream", TierRequest, "value",
           summary="Bring many sandboxes to one tier: a record for each, as it is there or refused. It goes on if the response is closed."),
     Route("fork_end", "DELETE", "/v1/forks/{fork_id}", Killed, summary="End every child of a fork, also of one under way."),
@@ -182,8 +191,8 @@ ROUTES: tuple[Route, ...] = (
     Route("start", "POST", _SB + "/processes", ProcessInfo, body=StartRequest, body_kind="value", summary="Start a program in the background."),
     Route("process_list", "GET", _SB + "/processes", list[ProcessInfo], summary="Every process started through the platform."),
     Route("process_info", "GET", _PROC, ProcessInfo, query={"wait_s": float}, summary="A process; with `wait_s`, after its end or that long."),
-    Route("output", "GET", _PROC + "/output", OutputChunk, "stream", query={"stdout": int, "stderr": int, "follow": bool, "again": bool},
-          summary="Output from the given offsets on, to the end (`follow`, the default) or what there is now. `again`: it was followed before; wakes nothing."),
+    Route("output", "GET", _PROC + "/output", OutputChunk, "stream", query={"stdout": int, "stderr": int, "follow": bool, "again": bool, "idle": bool},
+          summary="Output from the given offsets on, to the end (`follow`, the default) or what there is now. `again`: it was followed before; wakes nothing. `idle`: nobody waits for it; the sandbox may go to sleep while its programs wait for input."),
     Route("stdin", "POST", _PROC + "/stdin", StdinWritten, body_kind="bytes", query={"offset": int, "eof": bool},
           summary="Write to stdin; bytes below `offset` already written are skipped, so a retry is safe."),
     Route("signal", "POST", _PROC + "/signal", Signalled, body=SignalRequest, body_kind="value", summary="Signal a process."),

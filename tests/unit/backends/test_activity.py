@@ -15,6 +15,8 @@ from barchan.backends.container.activity import THREADS_MAX, activity
 
 pytestmark = pytest.mark.requires("root")
 
+READER = "exec python3 -c 'import os; os.write(1, b\"on\\n\"); os.read(os.pipe()[0], 1)'"
+
 
 @contextmanager
 def programs(group: Path, *commands: str) -> Iterator[Callable[[], int]]:
@@ -36,6 +38,7 @@ def programs(group: Path, *commands: str) -> Iterator[Callable[[], int]]:
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
                 pids += [int(pid) for pid in children.split()]
             (group / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
+            (group.parent / "cgroup.procs").write_text(f"{os.getpid()}\n")  # who feeds them, as the init does
             return len(pids)
 
         yield look
@@ -60,16 +63,20 @@ def settled(group: Path, look: Callable[[], int], count: int, *, waits: bool) ->
     ("commands", "count", "waits"),
     [
         (["echo on; read line"], 1, True),
-        (["echo on; cat; true"], 2, True),  # a shell that waits for a child that waits for its input
+        (["echo on; exec cat"], 1, True),
+        (["echo on; cat; true"], 2, False),  # a shell that waits for a child, or for a timer as well
+        ([READER], 1, False),  # of a pipe of its own: nobody feeds it, so it waits for something else
         (["echo on; exec sleep 1000"], 1, False),
         (["echo on; read line", "echo on; exec sleep 1000"], 2, False),
         (["echo on; sleep 1000 | cat; true"], 3, False),
     ],
 )
 def test_who_waits(tmp_path: Path, commands: list[str], count: int, waits: bool) -> None:
-    """Only if every one of them does."""
-    with programs(tmp_path, *commands) as look:
-        seen = settled(tmp_path, look, count, waits=waits)
+    """Only if every one of them reads what its client feeds."""
+    group = tmp_path / "guest"
+    group.mkdir()
+    with programs(group, *commands) as look:
+        seen = settled(group, look, count, waits=waits)
         assert (seen.has_programs, seen.waits_for_client, seen.cpu_s) == (True, waits, 0.5)
 
 

@@ -145,6 +145,26 @@ class FakeProcess:
         return 1
 
 
+class FakeClock:
+    """Goes on all the time but for what it is told to have slept."""
+
+    def __init__(self, client: "FakeClient") -> None:
+        self._client = client
+
+    async def __aenter__(self) -> Self:
+        await asyncio.sleep(self._client.wake_s)
+        return self
+
+    async def __aexit__(self, *why: object) -> None:
+        pass
+
+    def time(self) -> float:
+        return asyncio.get_running_loop().time() - self._client.slept_s
+
+    def timeout(self, delay_s: float | None, /) -> asyncio.Timeout:
+        return asyncio.timeout(delay_s)
+
+
 class FakeSandbox:
     """Keeps what a shell's `cat` is given; answers as the checker and the candidate's process would."""
 
@@ -185,6 +205,9 @@ class FakeSandbox:
         self.shells.append(FakeShell(self._client))
         return self.shells[-1]
 
+    def clock(self) -> FakeClock:
+        return FakeClock(self._client)
+
     def process(self, process_id: str, /) -> "FakeProcess":
         return FakeProcess(self, process_id)
 
@@ -207,6 +230,8 @@ class FakeClient:
         self.exec_error: Exception | None = None
         self.kill_error: Exception | None = None
         self.exec_s = 0.0
+        self.wake_s = 0.0  # that its sandboxes take to wake
+        self.slept_s = 0.0  # so far
         self.candidate_end = result()
         self.checker_end = result()
         self.write_result = self.python_result = result()

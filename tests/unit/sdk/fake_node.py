@@ -37,6 +37,7 @@ from barchan.model.sandbox import (
 from barchan.wire.api import (
     MSGPACK,
     ROUTES,
+    Awake,
     Empty,
     ResizeRequest,
     Signalled,
@@ -281,6 +282,15 @@ class FakeNode:
             pass
         finally:
             self.lease_writers.discard(response)
+        return response
+
+    async def on_awake(self, request: web.Request) -> web.StreamResponse:
+        self._sandbox(request)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while not self._stop.is_set():
+            await response.write(record(Awake(is_awake=True, slept_s=0.0)))
+            await asyncio.sleep(0.05)
         return response
 
     async def on_lease_end(self, request: web.Request) -> Killed:

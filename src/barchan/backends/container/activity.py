@@ -10,9 +10,9 @@ from pathlib import Path
 from barchan.backends.base import Activity
 
 THREADS_MAX = 64  # more than that, and nobody looks: such a sandbox counts as being at work
-# Numbers of read and of wait4 and waitid: calls that come back only when somebody else does something.
-_CALLS = {"x86_64": (0, (61, 247)), "aarch64": (63, (260, 95))}
-_FED = re.compile(r"pipe:\[\d+\]|/dev/pts/\d+|/\d+")  # a pty is shown without its directory where that is out of reach
+_READ = {"x86_64": 0, "aarch64": 63}  # the number of the call
+_PIPE = re.compile(r"pipe:\[\d+\]")
+_PTY = re.compile(r"/dev/pts/\d+|/\d+")  # shown without its directory where that is out of reach
 
 
 def activity(guest: str, threads: int, cpu_s: float) -> Activity:
@@ -26,7 +26,8 @@ def activity(guest: str, threads: int, cpu_s: float) -> Activity:
     if threads > THREADS_MAX:
         return Activity(has_programs=True, waits_for_client=False, cpu_s=cpu_s)
     found = [(pid, thread) for pid in pids(guest) for thread in _threads(pid)]
-    waiting = all(_waits(pid, thread) for pid, thread in found[: 2 * THREADS_MAX])
+    fed = _pipes_of_init(guest)
+    waiting = all(_waits(pid, thread, fed) for pid, thread in found[: 2 * THREADS_MAX])
     return Activity(has_programs=bool(found), waits_for_client=waiting, cpu_s=cpu_s)
 
 
@@ -34,9 +35,14 @@ def pids(guest: str) -> list[int]:
     """Every process of a group and of those below it."""
     found: list[int] = []
     for directory, _, _ in os.walk(guest):
-        with suppress(OSError):  # a group that went while we looked
-            found += [int(line) for line in Path(directory, "cgroup.procs").read_text().split()]
+        found += _members(directory)
     return found
+
+
+def _members(group: str) -> list[int]:
+    with suppress(OSError):  # a group that went while we looked
+        return [int(line) for line in Path(group, "cgroup.procs").read_text().split()]
+    return []
 
 
 def _threads(pid: int) -> Iterator[str]:
@@ -44,15 +50,27 @@ def _threads(pid: int) -> Iterator[str]:
         yield from os.listdir(f"/proc/{pid}/task")
 
 
-def _waits(pid: int, thread: str) -> bool:
-    """Whether it does nothing until its client feeds it, or another program of the guest ends or feeds it."""
-    read, waits = _CALLS.get(platform.machine(), (-1, ()))
+def _pipes_of_init(guest: str) -> set[str]:
+    """Those that a client's input comes through, among others."""
+    above, pipes = os.path.dirname(guest), set[str]()
+    for group in (above, os.path.join(above, "init")):  # where it is with version 1, and with version 2
+        for pid in _members(group):
+            with suppress(OSError):  # it ended while we looked
+                pipes |= {os.readlink(entry) for entry in os.scandir(f"/proc/{pid}/fd")}
+    return {pipe for pipe in pipes if _PIPE.fullmatch(pipe)}
+
+
+def _waits(pid: int, thread: str, fed: set[str]) -> bool:
+    """Whether it reads its client's input. Who reads another program's, or waits for one to end, may have a timer that
+    nobody sees from outside.
+    """
     try:
         number, *arguments = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
         if not arguments or not number.isdigit():  # it runs, or was caught between calls
             return False
-        if int(number) in waits:
-            return True
-        return int(number) == read and bool(_FED.fullmatch(os.readlink(f"/proc/{pid}/fd/{int(arguments[0], 16)}")))
+        if int(number) != _READ.get(platform.machine(), -1):
+            return False
+        source = os.readlink(f"/proc/{pid}/fd/{int(arguments[0], 16)}")
+        return source in fed or bool(_PTY.fullmatch(source))
     except OSError:
         return True  # it has just ended

@@ -1,7 +1,5 @@
 """A task's tools by name, and one call carried out whatever it looks like."""
 
-import asyncio
-import time
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -11,6 +9,7 @@ from msgspec import Struct
 from barchan.errors import BarchanError, ReadTimeout, TaskError
 from barchan.rollout.calls import Status, ToolCall, ToolResult
 from barchan.rollout.imports import load_class
+from barchan.rollout.ports import Clock
 from barchan.rollout.task import ArtifactSpec, FileArtifact, Task
 from barchan.rollout.tools.base import Tool, ToolOutput, Workspace, is_guests_doing, schema_of
 from barchan.rollout.tools.bash import BashTool
@@ -55,6 +54,8 @@ class Toolbox:
     async def call(self, workspace: Workspace, call: ToolCall, timeout_s: float) -> Called:
         """Carry a call out. What the platform fails to do is raised.
 
+        Both the limit and what it took are of the sandbox's own time: no sleep and no wake is the agent's.
+
         Raises:
             TaskError: A tool of the task's own failed.
         """
@@ -66,9 +67,10 @@ class Toolbox:
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             return _refused(call, f"the arguments of {call.name} are not right: {str(error)[:400]}")
         workspace.calls += 1
-        started = time.monotonic()
-        output = await _bounded(tool, workspace, arguments, timeout_s)
-        spent_s = time.monotonic() - started
+        async with workspace.sandbox.clock() as clock:
+            started = clock.time()
+            output = await _bounded(tool, workspace, arguments, timeout_s, clock)
+            spent_s = clock.time() - started
         return Called(
             result=_result(call, output.content, output.status, truncated=output.truncated),
             agent_s=spent_s if output.agent_s is None else min(spent_s, output.agent_s),
@@ -80,13 +82,13 @@ def is_ours(tool: Tool) -> bool:
     return type(tool).__module__.startswith(TOOLS_PACKAGE)
 
 
-async def _bounded(tool: Tool, workspace: Workspace, arguments: Struct, timeout_s: float) -> ToolOutput:
+async def _bounded(tool: Tool, workspace: Workspace, arguments: Struct, timeout_s: float, clock: Clock) -> ToolOutput:
     limit_s = timeout_s + PLATFORM_SLACK_S if tool.keeps_time else timeout_s
     try:
-        async with asyncio.timeout(limit_s) as clock:
+        async with clock.timeout(limit_s) as bound:
             return await tool.call(workspace, arguments, timeout_s=timeout_s)
     except TimeoutError as error:
-        if clock.expired() and not tool.keeps_time:
+        if bound.expired() and not tool.keeps_time:
             return ToolOutput(content=f"[timed out after {timeout_s:g} s]", status="timed_out")
         failure = ReadTimeout if is_ours(tool) else TaskError
         raise failure(f"tool {tool.name} did not end in its time") from error

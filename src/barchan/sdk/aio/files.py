@@ -14,6 +14,7 @@ from typing import IO, Any, BinaryIO, Self
 
 from barchan.errors import BarchanError, ConnectionLost, InvalidSpec, NotFound, QuotaExceeded, ReadTimeout
 from barchan.model.sandbox import FileChange, FileInfo
+from barchan.sdk.aio.clock import awake_s
 from barchan.sdk.checks import check_seconds
 from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.http1 import Response
@@ -249,7 +250,7 @@ class AsyncFiles:
         """Changes below a directory, from the return of this call on: iterate over them, and close at the end."""
         check_seconds(quiet_timeout_s=quiet_timeout_s)
         target = self._target(WATCH, path=path, recursive=recursive)
-        watch = AsyncWatch(self._transport, target, path, quiet_timeout_s)
+        watch = AsyncWatch(self._transport, self._sandbox_id, target, path, quiet_timeout_s)
         await watch.open()
         return watch
 
@@ -260,8 +261,11 @@ class AsyncWatch:
     `ReadTimeout` when nothing changed for `quiet_timeout_s`.
     """
 
-    def __init__(self, transport: Transport, target: str, path: str, quiet_timeout_s: float | None) -> None:
+    def __init__(
+        self, transport: Transport, sandbox_id: str, target: str, path: str, quiet_timeout_s: float | None
+    ) -> None:
         self._transport = transport
+        self._sandbox_id = sandbox_id
         self._target = target
         self._path = path
         self._quiet_s = quiet_timeout_s
@@ -302,6 +306,9 @@ class AsyncWatch:
                     return FileChange(kind="overflow", path="")
             except ReadTimeout as error:
                 await self.aclose()
+                if self._quiet_s is not None and await awake_s(self._transport, self._sandbox_id) < self._quiet_s:
+                    await self.open()  # it slept meanwhile
+                    continue
                 raise ReadTimeout(f"nothing changed below {self._path} for {self._quiet_s:g} s") from error
             except BarchanError:
                 await self.aclose()

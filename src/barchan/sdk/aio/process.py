@@ -1,6 +1,7 @@
 """A program in the background: its output from any offset, its input without doubling a byte, its end."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, Literal, TypeVar
@@ -17,6 +18,7 @@ from barchan.errors import (
     SandboxLost,
 )
 from barchan.model.sandbox import OutputChunk, ProcessInfo, StartRequest
+from barchan.sdk.aio.clock import awake_s, in_its_time
 from barchan.sdk.background import BACKGROUND
 from barchan.sdk.cancel import CLEANUP_S, clean_up, forget_error
 from barchan.sdk.checks import check_seconds, checked_bytes
@@ -75,21 +77,21 @@ class AsyncProcess:
         """Wait for its end.
 
         Raises:
-            ReadTimeout: It still runs after `timeout_s`, which does it no harm.
+            ReadTimeout: It still runs after `timeout_s` of the sandbox's time, which does it no harm.
         """
         check_seconds(can_be_zero=True, timeout_s=timeout_s)
-        deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        left_s = timeout_s if timeout_s is not None else math.inf
         while True:
-            started = time.monotonic()
-            wait_s = max(0.0, min(_POLL_S, deadline - started))
-            target = self._target(INFO, wait_s=wait_s)
-            self._info = await self._transport.value(INFO, target, timeout_s=wait_s + CALL_TIMEOUT_S)
-            now = time.monotonic()
+            started, wait_s = time.monotonic(), min(_POLL_S, left_s)
+            call = self._transport.value(INFO, self._target(INFO, wait_s=wait_s), timeout_s=math.inf)
+            self._info = await in_its_time(self._transport, self.sandbox_id, call, wait_s + CALL_TIMEOUT_S)
+            spent_s = min(wait_s, time.monotonic() - started)  # what is more than that it slept, or the way took
             if not self._info.running:
                 return self._info
-            if now >= deadline:
+            left_s -= spent_s
+            if left_s <= 0:
                 raise ReadTimeout(f"process {self.id} still runs after {timeout_s:g} s", process_id=self.id)
-            if now - started < wait_s / 2:
+            if spent_s < wait_s / 2:
                 await asyncio.sleep(0.05)
 
     async def output(
@@ -106,16 +108,20 @@ class AsyncProcess:
 
         Args:
             follow: Go on until it has ended and all is read; without, stop at what there is now.
-            quiet_timeout_s: `ReadTimeout` when it writes nothing for this long.
+            quiet_timeout_s: `ReadTimeout` when it writes nothing for this long; the sandbox's sleep does not count.
         """
         async for chunk in self.chunks(offset, stderr_offset, follow=follow, quiet_timeout_s=quiet_timeout_s):
             if chunk.stream == "stdout" or chunk.stream == "stderr":
                 yield chunk.stream, chunk.offset, chunk.data
 
     async def chunks(
-        self, offset: int, stderr_offset: int, *, follow: bool, quiet_timeout_s: float | None
+        self, offset: int, stderr_offset: int, *, follow: bool, quiet_timeout_s: float | None, is_idle: bool = False
     ) -> AsyncGenerator[OutputChunk, None]:
-        """As `output`, with the chunk `exit` that tells of the end of the main process; others may still write then."""
+        """As `output`, with the chunk `exit` that tells of the end of the main process; others may still write then.
+
+        Args:
+            is_idle: Nobody waits for what it writes: the sandbox may go to sleep while its programs wait for input.
+        """
         check_seconds(quiet_timeout_s=quiet_timeout_s)
         reached: dict[str, int] = {"stdout": offset, "stderr": stderr_offset}
         last_at = time.monotonic()
@@ -123,7 +129,12 @@ class AsyncProcess:
         again: bool | None = None
         while True:
             target = self._target(
-                OUTPUT, stdout=reached["stdout"], stderr=reached["stderr"], follow=follow, again=again
+                OUTPUT,
+                stdout=reached["stdout"],
+                stderr=reached["stderr"],
+                follow=follow,
+                again=again,
+                idle=is_idle or None,
             )
             response = await self._transport.open(OUTPUT, target)
             quiet_s = _PROBE_S
@@ -148,9 +159,12 @@ class AsyncProcess:
                 loss = error
             except ReadTimeout as error:
                 if quiet_timeout_s is not None and time.monotonic() >= last_at + quiet_timeout_s:
-                    raise ReadTimeout(
-                        f"process {self.id} wrote nothing for {quiet_timeout_s:g} s", process_id=self.id
-                    ) from error
+                    is_awake_s = await awake_s(self._transport, self.sandbox_id)
+                    if is_awake_s >= quiet_timeout_s:
+                        raise ReadTimeout(
+                            f"process {self.id} wrote nothing for {quiet_timeout_s:g} s", process_id=self.id
+                        ) from error
+                    last_at = time.monotonic() - is_awake_s  # it slept meanwhile
                 again = True
                 continue
             finally:

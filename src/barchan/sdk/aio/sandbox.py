@@ -1,5 +1,6 @@
 """A sandbox by its id: run programs in it, move files, throw it away."""
 
+import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -17,6 +18,7 @@ from barchan.model.sandbox import (
     StartRequest,
 )
 from barchan.model.snapshot_info import SnapshotInfo, SnapshotKind
+from barchan.sdk.aio.clock import AsyncSandboxClock, in_its_time
 from barchan.sdk.aio.files import AsyncFiles
 from barchan.sdk.aio.fork import FORK_TIMEOUT_S, error_of, fork
 from barchan.sdk.aio.process import AsyncProcess, start_process
@@ -220,10 +222,13 @@ class AsyncSandbox:
             EXEC,
             self._exec_target,
             encode(request),
-            timeout_s=request.timeout_s + _MARGIN_S,
+            timeout_s=math.inf,
             bytes_max=2 * request.max_output_bytes + _REPLY_BYTES,
         )
-        return await self.process(request.process_id or "").kill_unless(call)
+        limit_s = request.timeout_s + _MARGIN_S
+        return await self.process(request.process_id or "").kill_unless(
+            in_its_time(self._transport, self.id, call, limit_s)
+        )
 
     async def start(self, command: Command, **options: Unpack[StartOptions]) -> AsyncProcess:
         """Start a program in the background; repeating it with the same `process_id` gives the same process."""
@@ -253,6 +258,10 @@ class AsyncSandbox:
     def process(self, process_id: str) -> AsyncProcess:
         """A handle on a process that was started earlier, by whomever; nothing is asked of the node yet."""
         return AsyncProcess(self._transport, self.id, process_id)
+
+    def clock(self) -> AsyncSandboxClock:
+        """The sandbox's own time, for whoever measures it; while it is entered, the sandbox is awake."""
+        return AsyncSandboxClock(self._transport, self.id)
 
     async def processes(self) -> list[ProcessInfo]:
         return await self._transport.value(PROCESSES, self._target(PROCESSES))

@@ -11,6 +11,7 @@ import re
 import secrets
 import shlex
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -26,6 +27,7 @@ from barchan.errors import (
     SandboxLost,
 )
 from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S, OutputChunk
+from barchan.sdk.aio.clock import AsyncSandboxClock
 from barchan.sdk.aio.process import AsyncProcess, start_process
 from barchan.sdk.background import BACKGROUND
 from barchan.sdk.cancel import clean_up, forget_error
@@ -134,12 +136,13 @@ class _Run:
             )
             for name in ("stdout", "stderr")
         }
+        self.time: Callable[[], float] = time.monotonic
         self.last_output_at = 0.0
         self.changed = asyncio.Event()
 
     def feed(self, chunk: OutputChunk) -> None:
         self.streams[chunk.stream].feed(chunk.data)
-        self.last_output_at = time.monotonic()
+        self.last_output_at = self.time()
         self.changed.set()
 
     @property
@@ -194,7 +197,9 @@ class AsyncShell:
         what it knows live on, unless it is the shell itself that does not come back in 2 s.
 
         Args:
-            idle_timeout_s: Time out when it writes nothing for this long.
+            timeout_s: Of the sandbox's own time: neither a wake before it nor a sleep that somebody asks for meanwhile
+                counts. By itself the sandbox does not sleep before it is done.
+            idle_timeout_s: Time out when it writes nothing for this long, of the same time.
         """
         check_seconds(timeout_s=timeout_s, idle_timeout_s=idle_timeout_s)
         if "\0" in command:
@@ -258,7 +263,7 @@ class AsyncShell:
     async def _read(self, process: AsyncProcess, stdout: int, stderr: int) -> None:
         """Give each run its output; returns when the shell ended, though its children may live on."""
         try:
-            async for chunk in process.chunks(stdout, stderr, follow=True, quiet_timeout_s=None):
+            async for chunk in process.chunks(stdout, stderr, follow=True, quiet_timeout_s=None, is_idle=True):
                 if chunk.stream == "exit":
                     return
                 self._read_to[chunk.stream] = chunk.offset + len(chunk.data)
@@ -279,28 +284,40 @@ class AsyncShell:
     async def _run_command(self, command: str, timeout_s: float, idle_timeout_s: float | None) -> ShellResult:
         async with self._turn:
             process, is_new = await self._living_shell()
-            run = self._run
-            run.last_output_at = time.monotonic()
-            line = _line(command, run.mark, self._last_code)
-            timed_out = False
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await process.write_stdin(line, timeout_s=timeout_s + CALL_TIMEOUT_S)
-                    timed_out = not await self._wait(run, idle_timeout_s)
-            except TimeoutError:
-                timed_out = True
-            except asyncio.CancelledError as cancelled:
-                await clean_up(cancelled, self._abandon(run), "the command may still run")
-                raise
-            except CallerError as error:
-                await self._explain(process, error)
-                raise
-            except BarchanError:
-                await self._forget()
-                raise
-            if timed_out:
-                await self._interrupt(run)
-            return await self._result(run, timed_out, is_new)
+            async with AsyncSandboxClock(self._transport, self._sandbox_id) as clock:
+                return await self._run_awake(process, is_new, clock, command, timeout_s, idle_timeout_s)
+
+    async def _run_awake(
+        self,
+        process: AsyncProcess,
+        is_new: bool,
+        clock: AsyncSandboxClock,
+        command: str,
+        timeout_s: float,
+        idle_timeout_s: float | None,
+    ) -> ShellResult:
+        run = self._run
+        run.time, run.last_output_at = clock.time, clock.time()
+        line = _line(command, run.mark, self._last_code)
+        timed_out = False
+        try:
+            async with clock.timeout(timeout_s):
+                await process.write_stdin(line, timeout_s=timeout_s + CALL_TIMEOUT_S)
+                timed_out = not await self._wait(run, clock, idle_timeout_s)
+        except TimeoutError:
+            timed_out = True
+        except asyncio.CancelledError as cancelled:
+            await clean_up(cancelled, self._abandon(run, clock), "the command may still run")
+            raise
+        except CallerError as error:
+            await self._explain(process, error)
+            raise
+        except BarchanError:
+            await self._forget()
+            raise
+        if timed_out:
+            await self._interrupt(run, clock)
+        return await self._result(run, timed_out, is_new)
 
     async def _living_shell(self) -> tuple[AsyncProcess, bool]:
         """The shell for the next command, and whether it is another than the last command had."""
@@ -315,14 +332,14 @@ class AsyncShell:
         await self._forget()
         return await self._start(), is_new
 
-    async def _wait(self, run: _Run, idle_timeout_s: float | None) -> bool:
+    async def _wait(self, run: _Run, clock: AsyncSandboxClock, idle_timeout_s: float | None = None) -> bool:
         """Wait for the mark or the end of the shell; False when it was silent for too long first."""
         assert self._reader is not None
         while run.exit_code is None and not self._reader.done():
             run.changed.clear()
-            left_s = run.last_output_at + idle_timeout_s - time.monotonic() if idle_timeout_s is not None else None
+            left_s = run.last_output_at + idle_timeout_s - clock.time() if idle_timeout_s is not None else None
             try:
-                async with asyncio.timeout(left_s):
+                async with clock.timeout(left_s):
                     await run.changed.wait()
             except TimeoutError:
                 return False
@@ -330,20 +347,20 @@ class AsyncShell:
             await asyncio.sleep(0)
         return True
 
-    async def _interrupt(self, run: _Run) -> None:
+    async def _interrupt(self, run: _Run, clock: AsyncSandboxClock) -> None:
         """Kill what runs below the shell; if it does not come back, the shell too."""
         assert self._process is not None
         await self._process.signal("KILL", scope="children")
         try:
-            async with asyncio.timeout(_SETTLE_S):
-                await self._wait(run, None)
+            async with clock.timeout(_SETTLE_S):
+                await self._wait(run, clock)
         except TimeoutError:
             await self._process.kill()
-            async with asyncio.timeout(_ENDED_S):
-                await self._wait(run, None)
+            async with clock.timeout(_ENDED_S):
+                await self._wait(run, clock)
 
-    async def _abandon(self, run: _Run) -> None:
-        await self._interrupt(run)
+    async def _abandon(self, run: _Run, clock: AsyncSandboxClock) -> None:
+        await self._interrupt(run, clock)
         await self._result(run, True, False)
 
     async def _result(self, run: _Run, timed_out: bool, is_new: bool) -> ShellResult:

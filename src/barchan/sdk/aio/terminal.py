@@ -3,12 +3,14 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, cast
 
 import pyte
 
 from barchan.errors import CallerError, LocalProtocolError, NotFound, ReadTimeout, SandboxExpired, SandboxLost
+from barchan.sdk.aio.clock import AsyncSandboxClock
 from barchan.sdk.aio.process import AsyncProcess, start_process
 from barchan.sdk.background import BACKGROUND
 from barchan.sdk.cancel import forget_error
@@ -72,6 +74,7 @@ class AsyncTerminal:
         self._sandbox_id = sandbox_id
         self._size = rows, cols
         self._screen = Screen(rows, cols)
+        self._time: Callable[[], float] = time.monotonic
         self._last_output_at = 0.0
         self._process: AsyncProcess | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -87,15 +90,15 @@ class AsyncTerminal:
 
     async def _open(self, process: AsyncProcess) -> None:
         self._process = process
-        self._last_output_at = time.monotonic()
+        self._last_output_at = self._time()
         self._reader = asyncio.create_task(self._read(process))
         self._reader.add_done_callback(forget_error)
 
     async def _read(self, process: AsyncProcess) -> None:
-        async for chunk in process.chunks(0, 0, follow=True, quiet_timeout_s=None):
+        async for chunk in process.chunks(0, 0, follow=True, quiet_timeout_s=None, is_idle=True):
             for start in range(0, len(chunk.data) if chunk.stream == "stdout" else 0, _FEED_BYTES):
                 answer = await asyncio.to_thread(self._screen.feed, chunk.data[start : start + _FEED_BYTES])
-                self._last_output_at = time.monotonic()
+                self._last_output_at = self._time()
                 try:
                     if answer and process.exit_code is None:
                         await process.write_stdin(answer, timeout_s=_ANSWER_TIMEOUT_S)
@@ -114,18 +117,24 @@ class AsyncTerminal:
         await self.process.write_stdin(text)
 
     async def screen(self, *, settle_s: float = 0.1, timeout_s: float = 5.0) -> list[str]:
-        """The rows of the screen, once nothing was drawn for `settle_s`, or as they are after `timeout_s`."""
+        """The rows of the screen, once nothing was drawn for `settle_s`, or as they are after `timeout_s`.
+
+        Both of the sandbox's own time; one that sleeps is woken first.
+        """
         check_seconds(can_be_zero=True, settle_s=settle_s, timeout_s=timeout_s)
         return await BACKGROUND.call(self._settled(settle_s, timeout_s))
 
     async def _settled(self, settle_s: float, timeout_s: float) -> list[str]:
-        deadline = time.monotonic() + timeout_s
-        quiet_from = time.monotonic()  # what was typed just now has its time to show
-        while (now := time.monotonic()) < deadline:
-            left_s = max(quiet_from, self._last_output_at) + settle_s - now
-            if left_s <= 0 or (self._reader is not None and self._reader.done()):
-                break
-            await asyncio.sleep(min(left_s, deadline - now))
+        if self._reader is None or not self._reader.done():
+            async with AsyncSandboxClock(self._transport, self._sandbox_id) as clock:
+                self._time = clock.time
+                quiet_from = clock.time()  # what was typed just now has its time to show
+                deadline = quiet_from + timeout_s
+                while (now := clock.time()) < deadline:
+                    left_s = max(quiet_from, self._last_output_at) + settle_s - now
+                    if left_s <= 0 or (self._reader is not None and self._reader.done()):
+                        break
+                    await asyncio.sleep(min(left_s, deadline - now))
         if self._reader is not None and self._reader.done():
             await self._reader  # raises what ended the reading, if it was an error
         return self._screen.rows()
