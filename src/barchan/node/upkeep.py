@@ -18,18 +18,21 @@ LOST_KEPT_MAX = 1000
 
 async def sweep(sandboxes: "Sandboxes") -> None:
     """Idle time-outs and old journal rows, for ever."""
-    turn = 0
+    loop = asyncio.get_running_loop()
+    turn, last = 0, loop.time()
     while True:
         await asyncio.sleep(SWEEP_S)
         turn += 1
+        now = loop.time()
+        since_s, last = now - last, now
         try:
-            await _sweep_once(sandboxes, is_thorough=turn % 60 == 0)
+            await _sweep_once(sandboxes, since_s, is_thorough=turn % 60 == 0)
         except (BarchanError, OSError) as error:  # a full disk, mostly: the next turn may find room
             asyncio.get_running_loop().call_exception_handler({"message": "the node's sweep", "exception": error})
 
 
-async def _sweep_once(sandboxes: "Sandboxes", *, is_thorough: bool) -> None:
-    end_idle(sandboxes)
+async def _sweep_once(sandboxes: "Sandboxes", since_s: float, *, is_thorough: bool) -> None:
+    end_idle(sandboxes, since_s)
     if sandboxes.holds.is_due:
         sandboxes.tasks.spawn(sandboxes.holds.settle(sandboxes.unmount))
     sandboxes.journal.settle()
@@ -39,18 +42,23 @@ async def _sweep_once(sandboxes: "Sandboxes", *, is_thorough: bool) -> None:
         sandboxes.lost = dict(list(sandboxes.lost.items())[-LOST_KEPT_MAX:])
 
 
-def end_idle(sandboxes: "Sandboxes") -> None:
-    """End those that nobody has asked anything of, and that run nothing, for their idle time-out."""
+def end_idle(sandboxes: "Sandboxes", since_s: float) -> None:
+    """End those that nobody has asked anything of, and that run nothing, for their idle time-out.
+
+    Args:
+        since_s: Seconds since this was last done.
+    """
     now = asyncio.get_running_loop().time()
     for live in list(sandboxes.live.values()):
         limit_s = live.spec.idle_timeout_s
         if limit_s is None or live.ending is not None or not live.is_here:
             continue
+        idle_from = max(live.last_used, live.rest.idle_from)
         if live.rest.is_asked:  # asleep by somebody's wish
-            live.last_used += SWEEP_S
+            live.rest.idle_from = idle_from + since_s
         elif live.requests or live.attached or (live.is_equipped and live.handle.guest.running):
-            live.last_used = now
-        elif now - live.last_used > limit_s:
+            live.rest.idle_from = now
+        elif now - idle_from > limit_s:
             sandboxes.expire(live, "idle_timeout")
 
 
