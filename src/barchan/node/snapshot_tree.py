@@ -62,7 +62,7 @@ class SnapshotTree:
             if not row.is_named and self._sandboxes.images.find(row.image) is not None:
                 await snapshots.remove_image(self._sandboxes, row.image)
             self._journal.remove(row)
-        known = {row.snapshot_id for row in self._whole()}
+        known = {row.snapshot_id for row in await self._whole()}
         shelf = self._sandboxes.shelf
         for entry in await asyncio.to_thread(shelf.entries):
             if entry.snapshot_id.startswith(SNAPSHOT_PREFIX) and entry.snapshot_id not in known:
@@ -75,11 +75,13 @@ class SnapshotTree:
         template = self._sandboxes.images.find(row.image)
         return template if template is not None and template.digest == row.digest else None
 
-    def _whole(self) -> list[SnapshotRow]:
+    async def _whole(self) -> list[SnapshotRow]:
         """All that are there still; the others are forgotten, and what they have on the shelf is removed."""
+        rows = self._journal.whole()
+        templates = await asyncio.to_thread(lambda: [self._template(row) for row in rows])  # a file each
         there = []
-        for row in self._journal.whole():
-            if self._template(row) is not None:
+        for row, template in zip(rows, templates, strict=True):
+            if template is not None or self._template(row) is not None:
                 there.append(row)
             else:
                 self._forget(row)
@@ -108,7 +110,7 @@ class SnapshotTree:
         """Those that have all of `metadata`, the oldest first, without what builds keep for themselves."""
         rows = [
             row
-            for row in self._whole()
+            for row in await self._whole()
             if metadata.items() <= row.metadata.items() and not row.image.startswith(BUILT_PREFIX)
         ]
         return await self._infos(sorted(rows, key=lambda row: row.created_unix_s))
