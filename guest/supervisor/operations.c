@@ -196,6 +196,12 @@ static void handle_pool(struct request *request)
 	reply_send(reply, &request->waiter);
 }
 
+/* Not slots that nobody claimed. What starts or goes counts: its id can be used again only when nothing of it is left. */
+static bool is_listed(const struct sandbox *sandbox)
+{
+	return sandbox && sandbox->state != SANDBOX_FILLING && sandbox->state != SANDBOX_SLOT && sandbox->spec.layer_count > 0;
+}
+
 static void handle_list(struct request *request)
 {
 	struct reply *reply;
@@ -207,7 +213,7 @@ static void handle_list(struct request *request)
 	reply = start_ok(request);
 	for (slot = from < SLOTS_MAX ? (unsigned)from : SLOTS_MAX; slot < sandbox_slots_end() && has_room(reply); slot++) {
 		const struct sandbox *sandbox = sandbox_by_slot(slot);
-		if (!sandbox || (sandbox->state != SANDBOX_RUNNING && sandbox->state != SANDBOX_ENDED))
+		if (!is_listed(sandbox))
 			continue;
 		reply_add(reply, "sandbox=%s:%d:%llu:%u", sandbox->id, sandbox->pid, (unsigned long long)sandbox->start_time, sandbox->uid_base);
 	}

@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from barchan import backends
 from barchan.backends.base import Backend
-from barchan.errors import BarchanError
+from barchan.errors import BarchanError, CapacityError, NotFound
+from barchan.image.store import ImageStore
 from barchan.node import hibernate
 from barchan.node.journal import Row
 from barchan.node.live import Live
@@ -23,6 +25,7 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
             row.spec.lease_id, row.sandbox_id, row.spec.memory_mib, row.awake_s, is_awake=row.since_unix_s is None
         )
     stored = {row.stored.snapshot_id for row in rows.values() if row.stored is not None}
+    await asyncio.to_thread(_sweep, sandboxes.images)
     images = await hibernate.clean(sandboxes, stored, set(rows))
     # At once, so that what the host lacks is said by the node's start, not by a create.
     for name in backends.BACKENDS:
@@ -33,7 +36,7 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
         await asyncio.gather(
             *(_adopt(sandboxes, backend, row) for row in ours if row.sandbox_id in found & up),
             *(_find_stored(sandboxes, row) for row in ours if row.stored is not None),
-            *(backend.discard(sandbox_id) for sandbox_id in found - up),
+            *(_discard(backend, sandbox_id) for sandbox_id in found - up),
         )
         backend.adopted()
         for sandbox_id, names in images.items():
@@ -45,6 +48,13 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
                 sandboxes.leases.leave(row.spec.lease_id, row.sandbox_id)
                 for image in images.get(row.sandbox_id, ()):
                     await hibernate.remove_image(sandboxes, image)
+
+
+def _sweep(images: ImageStore) -> None:
+    """Remove what a killed node was building: whoever builds next would, but that may be never."""
+    if images.root.exists():
+        with suppress(CapacityError), images.workspace():
+            pass
 
 
 async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
@@ -62,7 +72,7 @@ async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
         if live.is_equipped:
             await sandboxes.remove_quietly(live)
         else:
-            await backend.discard(row.sandbox_id)
+            await _discard(backend, row.sandbox_id)
         return
     live.create_ms = row.create_ms
     sandboxes.live[live.sandbox_id] = live
@@ -73,6 +83,12 @@ async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
     if row.since_unix_s is not None:
         sandboxes.journal.wake(row.sandbox_id)
         await sandboxes.tiers.change(live, "paused", is_asked=row.is_asked)
+
+
+async def _discard(backend: Backend, sandbox_id: str) -> None:
+    """Return when nothing is left of one that was found, even if that was going already."""
+    with suppress(NotFound):
+        await backend.discard(sandbox_id)
 
 
 async def _find_stored(sandboxes: "Sandboxes", row: Row) -> None:

@@ -57,6 +57,18 @@ def test_two_hundred_at_once(supervisor: Supervisor, client: Client) -> None:
     assert supervisor.cgroup_leaves() == set()
 
 
+def test_what_starts_or_goes_is_listed(client: Client, supervisor: Supervisor) -> None:
+    """The next node must wait for it: its id is taken until nothing of it is left."""
+    client.send_create("one")
+    assert client.listed() == ["one"]
+    client.close()
+    later = supervisor.connect()
+    assert later.listed() == ["one"]
+    later.destroy("one")
+    assert later.listed() == []
+    later.create("one")
+
+
 def test_a_long_list_comes_in_pages(client: Client) -> None:
     """A list that doesn't fit one packet goes on at `next`."""
     ids = [f"{number:064d}" for number in range(700)]
