@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.init.driver import FOLLOWED, STDIN_OPEN, Connection, Output
+from tests.guest.init.driver import FOLLOWED, NOBODY, STDIN_OPEN, Connection, Output
 from tests.guest.init.guest import Guest, Leaf
 
 pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(60)]
@@ -68,6 +68,13 @@ def pid_here(guest: Guest, pid: int) -> int:
     raise AssertionError(f"the guest has no process {pid}")
 
 
+def sleeper(connection: Connection, guest: Guest, name: str, user: str) -> int:
+    """The number outside of a program that has joined its cgroup."""
+    handle, number, _ = connection.start(name, ["sh", "-c", "echo up; exec sleep 600"], user=user)
+    connection.wait_until(handle, b"up")
+    return pid_here(guest, number)
+
+
 def group_of(pid: int) -> str:
     """In the version 2 hierarchy."""
     return Path(f"/proc/{pid}/cgroup").read_text().partition("0::")[2].strip().rpartition("/")[2]
@@ -100,23 +107,23 @@ def test_what_stands_for_source_keeps_nothing_of_the_init(connection: Connection
 
 @pytest.mark.requires("cgroup")
 def test_a_server_moves_its_own_processes_alone(contained: Contained) -> None:
-    """It gets no file of a cgroup. Of what it asks for, one process of the same user may join; not the init, not a file
+    """It gets no file of a cgroup. One process of the same user may join; not what is where the init is, not a file
     operation, not another user's program, whatever number it sends, and not a second one."""
-    connection, _, guest = contained
-    sleep = ["sleep", "600"]
-    own = pid_here(guest, connection.start("own", sleep, user="")[1])
-    other = pid_here(guest, connection.start("other", sleep)[1])
-    os.mkfifo(guest.work / "in")
+    connection, leaf, guest = contained
+    own, inner, other = (sleeper(connection, guest, name, user) for name, user in (("a", ""), ("b", ""), ("c", NOBODY)))
+    (leaf.base / "cgroup.procs").write_text(str(inner))  # where the init is
     _, number, _ = connection.start(
         "w", ["write", str(guest.work / "x"), "644", "0"], kind=1, flags=STDIN_OPEN, user=""
     )
     operation = pid_here(guest, number)
-    before = {pid: group_of(pid) for pid in (own, other, operation, guest.pid)}
+    before = {pid: group_of(pid) for pid in (own, other, operation, inner, guest.pid)}
     for pid, credentials in (
         (guest.pid, (guest.pid, 0, 0)),
         (operation, (operation, 0, 0)),
         (other, (other, 0, 0)),
         (other, (other, 65534, 65534)),
+        (own, (own, 65534, 65534)),
+        (inner, (inner, 0, 0)),
         (own, (own, 0, 0)),
     ):
         with asked(connection) as source:
@@ -124,17 +131,15 @@ def test_a_server_moves_its_own_processes_alone(contained: Contained) -> None:
             assert (len(kinds), kinds[5]) == (6, "socket")
             assert not any("cgroup" in kind for kind in kinds)
             answer = source.ask_to_join(*credentials)
-            if pid == own:
+            if credentials == (own, 0, 0):
                 assert (answer, group_of(own)) == (b"go", group_of(pid_here(guest, source.pid)))
                 with pytest.raises(BrokenPipeError):
                     source.ask_to_join(other, 0, 0)
             else:
                 assert (answer, group_of(pid)) == (b"", before[pid])
             source.end()
-    assert {pid: group_of(pid) for pid in (other, operation, guest.pid)} == {
-        pid: before[pid] for pid in (other, operation, guest.pid)
-    }
-    for pid in (own, other, operation):
+    assert [group_of(pid) for pid in (other, operation, inner)] == [before[pid] for pid in (other, operation, inner)]
+    for pid in (own, other, operation, inner):
         os.kill(pid, signal.SIGKILL)
 
 
