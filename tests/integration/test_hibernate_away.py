@@ -11,6 +11,9 @@ import pytest
 
 import barchan
 from barchan.image.blobs import BlobStore
+from barchan.node import away
+from barchan.node.admission import default_limits
+from barchan.node.sandboxes import Sandboxes
 from barchan.snapshot import generations
 from tests.nodes import NodeProcess
 
@@ -57,7 +60,7 @@ async def next_count(process: barchan.AsyncProcess, at: int) -> tuple[str, int]:
 
 async def test_another_node_takes_it_and_goes_on(clients: Clients) -> None:
     """With its processes, files and offsets; the one it came from has it no more; its end is known to the store."""
-    home, away, late = clients
+    home, other, late = clients
     sandbox = await home.create("debian", memory_mib=128, labels={"kept": "yes"})
     await sandbox.files.write("/tmp/kept", b"kept")
     process = await sandbox.start(["python3", "-u", "-c", COUNTER])
@@ -67,12 +70,12 @@ async def test_another_node_takes_it_and_goes_on(clients: Clients) -> None:
     await sandbox.hibernate()
     await sandbox.push()
     assert (await sandbox.info()).phase == "hibernated"
-    taken = await away.adopt(sandbox.id)
+    taken = await other.adopt(sandbox.id)
     assert taken.id == sandbox.id
     assert (await taken.info()).phase == "hibernated"
     assert (await next_count(taken.process(process.id), 3))[0] == "43"
     assert await taken.files.read("/tmp/kept") == b"kept"
-    assert [info.sandbox_id for info in await away.list(labels={"kept": "yes"})] == [sandbox.id]
+    assert [info.sandbox_id for info in await other.list(labels={"kept": "yes"})] == [sandbox.id]
     with pytest.raises(barchan.SandboxExpired, match="is with node"):
         await sandbox.exec("true")
     with pytest.raises(barchan.Conflict):
@@ -103,13 +106,13 @@ async def test_of_two_that_want_it_one_gets_it(clients: Clients) -> None:
 
 async def test_its_own_node_may_wake_it(clients: Clients) -> None:
     """What was sent is not taken by others then."""
-    home, away, _ = clients
+    home, other, _ = clients
     sandbox = await home.create("debian", memory_mib=64)
     await sandbox.hibernate()
     await sandbox.push()
     assert (await sandbox.exec("echo on")).text == "on\n"
     with pytest.raises(barchan.Conflict):
-        await away.adopt(sandbox.id)
+        await other.adopt(sandbox.id)
 
 
 def on_shelf(node: NodeProcess) -> set[str]:
@@ -134,10 +137,10 @@ async def sent(client: barchan.AsyncClient, text: str) -> barchan.AsyncSandbox:
 
 async def test_what_its_own_node_has_is_old_once_another_stored_newer(clients: Clients, store: Path) -> None:
     """Work that another node has stored is never replaced by what lies where it came from."""
-    home, away, _ = clients
+    home, other, _ = clients
     for way in ("wake", "adopt"):
         sandbox = await sent(home, "old")
-        taken = await away.adopt(sandbox.id)
+        taken = await other.adopt(sandbox.id)
         await taken.files.write("/tmp/work", b"new")
         await taken.hibernate()
         await taken.push()
@@ -154,12 +157,12 @@ async def test_what_its_own_node_has_is_old_once_another_stored_newer(clients: C
 
 async def test_who_pulled_something_old_does_not_get_it(clients: Clients, store: Path) -> None:
     """A claim names what this node would resume; what was stored since is not taken for it."""
-    home, away, _ = clients
+    home, other, _ = clients
     sandbox = await sent(home, "old")
     blobs = BlobStore.open(str(store))
     seen = await generations.current(blobs, sandbox.id)
     assert seen is not None
-    taken = await away.adopt(sandbox.id)
+    taken = await other.adopt(sandbox.id)
     await taken.hibernate()
     await taken.push()
     newest = await generations.current(blobs, sandbox.id)
@@ -173,16 +176,16 @@ async def test_a_node_killed_once_it_has_claimed_takes_it_again(
     clients: Clients, nodes: list[NodeProcess], store: Path
 ) -> None:
     """Between the claim and its journal; no other node gets it meanwhile. One that has ended there stays so."""
-    home, away, late = clients
+    home, other, late = clients
     sandbox = await sent(home, "kept")
-    node_id = (await away.node_info()).node_id
+    node_id = (await other.node_info()).node_id
     blobs = BlobStore.open(str(store))
     await generations.claim(blobs, sandbox.id, node_id)  # all that such a node leaves
     with pytest.raises(barchan.SandboxExpired, match="is with node"):
         await sandbox.exec("true")
     with pytest.raises(barchan.Conflict, match="has it awake"):
         await late.adopt(sandbox.id)
-    taken = await away.adopt(sandbox.id)
+    taken = await other.adopt(sandbox.id)
     assert await taken.files.read("/tmp/work") == b"kept"
     claimed = await generations.current(blobs, sandbox.id)
     assert claimed is not None
@@ -193,21 +196,45 @@ async def test_a_node_killed_once_it_has_claimed_takes_it_again(
     ended.unlink()
     (store / "hibernated" / sandbox.id / f"{claimed.generation:012d}.json").write_bytes(older)
     with pytest.raises(barchan.SandboxExpired):
-        await away.adopt(sandbox.id)
+        await other.adopt(sandbox.id)
+
+
+async def test_a_node_that_cannot_note_it_gives_it_back(
+    clients: Clients, store: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was: its own node may wake it again, and nothing of it stays where it did not fit."""
+
+    def full(*_: object) -> None:
+        raise barchan.CapacityError("the disk is full", retry_after_ms=1)
+
+    sandbox = await sent(clients[0], "kept")
+    (tmp_path / "images").symlink_to(images)
+    sandboxes = Sandboxes(tmp_path, default_limits(), "0", store_url=str(store))
+    await sandboxes.start()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(sandboxes.journal, "take", full)
+            with pytest.raises(barchan.CapacityError):
+                await away.adopt(sandboxes, sandbox.id, None)
+        assert sandboxes.shelf.entries() == []
+    finally:
+        await sandboxes.shutdown()
+        await sandboxes.close()
+    assert await sandbox.files.read("/tmp/work") == b"kept"
 
 
 async def test_asked_for_twice_at_once_it_comes_once(clients: Clients, nodes: list[NodeProcess]) -> None:
     """And leaves nothing when it has ended."""
-    home, away, _ = clients
+    home, other, _ = clients
     before = on_shelf(nodes[1])
     sandbox = await sent(home, "once")
-    taken, again = await asyncio.gather(away.adopt(sandbox.id), away.adopt(sandbox.id))
+    taken, again = await asyncio.gather(other.adopt(sandbox.id), other.adopt(sandbox.id))
     assert taken.id == again.id
     assert len(on_shelf(nodes[1]) - before) == 1
     assert await taken.files.read("/tmp/work") == b"once"
     assert await taken.kill()
     assert on_shelf(nodes[1]) == before
-    assert not await images_of(away, sandbox.id)
+    assert not await images_of(other, sandbox.id)
 
 
 async def test_what_was_woken_since_is_not_given_back(clients: Clients, nodes: list[NodeProcess], store: Path) -> None:

@@ -22,7 +22,7 @@ from barchan.image.pack import pack_tree
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.template import Layer, Template, TemplateConfig
 from barchan.model.sandbox import SandboxSpec
-from barchan.snapshot.generations import Hibernated, claim, current, publish, retire
+from barchan.snapshot.generations import Hibernated, claim, current, give_back, publish, retire
 from barchan.snapshot.pagemap import PAGE_BYTES
 from barchan.snapshot.remote import memory_key, pull, push
 from barchan.snapshot.shelf import Shelf
@@ -229,6 +229,20 @@ async def test_a_sandbox_goes_through_its_generations(store: BlobStore) -> None:
         with pytest.raises(Conflict, match="ended"):
             await late
     assert await store.keys("hibernated/") == ["hibernated/sb_1/000000000005.json"]
+
+
+async def test_what_was_claimed_in_vain_is_as_before(store: BlobStore) -> None:
+    """Only the last claim can be given back."""
+    first = await publish(store, hibernated())
+    taken = await claim(store, "sb_1", "node-b", seen=first)
+    await give_back(store, taken, first)
+    again = await current(store, "sb_1")
+    assert again is not None
+    assert (again.generation, again.state, again.node_id) == (3, "stored", "node-a")
+    await claim(store, "sb_1", "node-a", seen=again)
+    for late in (give_back(store, taken, first), claim(store, "sb_1", "node-a", seen=first)):
+        with pytest.raises(Conflict, match="faster"):
+            await late
 
 
 async def test_one_of_many_claimants_wins(store: BlobStore) -> None:
