@@ -87,6 +87,7 @@ class GuestProcess:
 
     async def add_reader(self, reader: Reader) -> wire.Spool:
         """Give `reader` the output from its offsets on, nobody anything twice; returns what the spool holds."""
+        await self._connection.at_work.wait()
         self.readers.append(reader)
         self._attaching.append(reader)
         try:
@@ -138,7 +139,7 @@ class GuestProcess:
 
     def acknowledge(self, stream: int) -> None:
         """Tell the init how far all readers have come, in steps worth a frame."""
-        if not self.readers:
+        if not self.readers or self._connection.link is None:  # whoever follows again tells how far they are
             return
         offset = min(reader.consumed[stream] for reader in self.readers)
         if offset - self._acked[stream] >= wire.WINDOW_BYTES // 4:
@@ -232,6 +233,8 @@ class GuestConnection:
         self.on_lost: Callable[[], None] | None = None
         self._gone: Exception | None = None
         self.starts = Starts()
+        self.at_work = asyncio.Event()  # not while the guest stands still: what its programs would notice waits then
+        self.at_work.set()
 
     @classmethod
     async def open(cls, sock: socket.socket) -> "GuestConnection":
@@ -282,6 +285,7 @@ class GuestConnection:
         if self._gone is not None:
             return
         self._gone = error
+        self.at_work.set()
         self._drop_link()
         self._fail_waiting(error)
         for process in list(self.processes.values()):
@@ -406,8 +410,11 @@ class GuestConnection:
             found.append((self._register(start.process_id, started, reader), started.existing))
 
         try:
-            async with self.starts.one():
-                await self.request(start.encode, on_reply=register)
+            while not found:
+                await self.at_work.wait()
+                async with self.starts.one():
+                    if self.at_work.is_set():
+                        await self.request(start.encode, on_reply=register)
         except OSError as error:
             raise _start_error(error, start.process_id) from error
         ((process, existing),) = found
@@ -426,6 +433,7 @@ class GuestConnection:
         known = self.by_id.get(process_id)
         if known is not None:
             return known
+        await self.at_work.wait()
         try:
             frame = await self.request(lambda tag: wire.lookup(tag, process_id))
         except OSError as error:
@@ -435,11 +443,13 @@ class GuestConnection:
         return process
 
     async def signal(self, process: GuestProcess, signo: int, scope: wire.Scope) -> int:
+        await self.at_work.wait()
         frame = await self.request(lambda tag: wire.signal(tag, process.handle, signo, scope))
         return wire.decode_number(frame.body, "<I")
 
     async def write_stdin(self, process: GuestProcess, offset: int, data: bytes, *, eof: bool, timeout_s: float) -> int:
         """Write one piece (at most 256 KiB); returns the offset reached. A process that reads no more takes nothing."""
+        await self.at_work.wait()
         frame = await self.request(
             lambda tag: wire.stdin(tag, process.handle, offset, data, eof=eof), timeout_s=timeout_s
         )
@@ -455,6 +465,7 @@ class GuestConnection:
     async def listed(self) -> list[wire.Listed]:
         found: list[wire.Listed] = []
         while True:
+            await self.at_work.wait()
             first = found[-1].handle + 1 if found else 0
             page = wire.decode_list((await self.request(partial(wire.list_from, first))).body)
             found += page

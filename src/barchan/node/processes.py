@@ -20,6 +20,8 @@ from barchan.wire.guest import Scope, StartFlag
 BACKSTOP_MARGIN_S = 5.0
 KILL_WAIT_S = 20.0
 RECONNECT_WAIT_S = 10.0
+RECONNECT_LOOK_S = 0.05
+STDIN_WAIT_S = 3600.0  # for a program to read
 EXEC_SPOOL_BYTES = 4 << 20
 STDIN_INLINE_MAX = 1 << 20
 ARG_BYTES_MAX = 131_000  # the kernel takes 128 KiB per string
@@ -172,7 +174,7 @@ class Processes:
             except ConnectionLost:
                 if self._guest.loop.time() > until:
                     raise
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(RECONNECT_LOOK_S)
 
     def _feed(self, process: GuestProcess, data: bytes) -> None:
         """Write a long stdin piece by piece beside the process."""
@@ -185,7 +187,7 @@ class Processes:
     async def _write_all(self, process: GuestProcess, data: bytes) -> None:
         try:
             await self.write_stdin(process, 0, data, eof=True)
-        except (BrokenPipeError, OSError, TransportError):
+        except (OSError, BarchanError):
             return  # the process reads no more, or is gone: what it did is in its result
 
     async def write_stdin(self, process: GuestProcess, offset: int, data: bytes, *, eof: bool) -> int:
@@ -196,9 +198,23 @@ class Processes:
             piece = bytes(view[: wire.STDIN_BYTES_MAX])
             view = view[len(piece) :]
             last = not view
-            reached = await self._guest.write_stdin(process, reached, piece, eof=eof and last, timeout_s=3600)
+            reached = await self._write_piece(process, reached, piece, eof=eof and last)
             if last:
                 return reached
+
+    async def _write_piece(self, process: GuestProcess, offset: int, piece: bytes, *, eof: bool) -> int:
+        """Write; if the connection goes meanwhile, as for every dump of memory, say it again on the next one: the init
+        takes what it has not had.
+        """
+        left_s = RECONNECT_WAIT_S
+        while True:
+            try:
+                return await self._guest.write_stdin(process, offset, piece, eof=eof, timeout_s=STDIN_WAIT_S)
+            except ConnectionLost:
+                if left_s <= 0:
+                    raise
+                left_s -= RECONNECT_LOOK_S
+                await asyncio.sleep(RECONNECT_LOOK_S)
 
     def _deadline(self, process: GuestProcess, timeout_s: float) -> None:
         if process.exit is not None:

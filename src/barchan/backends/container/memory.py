@@ -165,6 +165,7 @@ class Dumping:
         """The init lets go of us: until it has, it holds a socket of the host. Nobody is to reconnect meanwhile."""
         closed = asyncio.Event()
         self.guest.on_lost = closed.set
+        self.guest.at_work.clear()
         try:
             await self.guest.request(lambda tag: wire.frame(wire.Request.DETACH, tag))
             async with asyncio.timeout(DETACH_S):
@@ -238,6 +239,7 @@ class Dumping:
                 self.tell_end(self.end_held)
             if not was_stopped:
                 thaw(guest)
+                self.guest.at_work.set()
 
     def _record(self, target: Path, inside: Inside, found: Criu) -> MemoryRecord:
         host = os.uname()

@@ -40,6 +40,7 @@ class Resting:
                             "the sandbox's programs don't stop: they wait for a disk", retry_after_ms=1000
                         )
                     await asyncio.sleep(FREEZE_POLL_S)
+                self.guest.at_work.clear()
             except BaseException:
                 thaw(group)
                 await finished(self._release(0.0))
@@ -51,6 +52,7 @@ class Resting:
             released = asyncio.ensure_future(self._release(frozen_s))
             await asyncio.sleep(0)  # it is sent
             thaw(self._counters.guest)
+            self.guest.at_work.set()
             await finished(released)
 
     async def _release(self, frozen_s: float) -> None:
