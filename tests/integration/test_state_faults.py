@@ -3,13 +3,16 @@
 import asyncio
 import os
 import sqlite3
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import barchan
+from barchan.backends.container import memory
 from barchan.backends.container.cgroup import kill
 from barchan.errors import BackendError, SandboxLost
 from barchan.model.sandbox import SandboxSpec, StartRequest
@@ -21,6 +24,7 @@ from barchan.rollout.artifact import take
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.task import FilesArtifact, ScriptGrader, Task
 from barchan.rollout.tools import Workspace
+from tests.integration.memory_lab import Lab
 from tests.nodes import NodeProcess
 
 pytestmark = [pytest.mark.requires("root", "cgroup", "criu"), pytest.mark.timeout(120)]
@@ -34,6 +38,14 @@ def node(make_node: Callable[[], NodeProcess]) -> Iterator[NodeProcess]:
     node.start()
     yield node
     assert node.wait_empty(15) == []
+
+
+@pytest.fixture
+async def lab(images: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("lab"), images)
+    await lab.open()
+    yield lab
+    assert await lab.close() == []
 
 
 @pytest.fixture
@@ -67,6 +79,22 @@ async def test_what_cannot_be_noted_does_not_happen(node: NodeProcess, client: b
     node.kill()
     node.start()
     assert (await sandbox.exec("echo on")).text == "on\n"
+    assert await sandbox.kill()
+
+
+async def test_a_store_that_cannot_be_noted_leaves_nothing(node: NodeProcess, client: barchan.AsyncClient) -> None:
+    """Neither file nor image: the sandbox stays paused, and is the same as before."""
+    sandbox = await client.create("debian", memory_mib=64)
+    await sandbox.pause()
+    with refused(node, "INSERT ON sandbox_rest"):
+        with pytest.raises(BackendError, match="journal"):
+            await sandbox.hibernate()
+        assert (await sandbox.info()).phase == "paused"
+    assert not [path for path in (node.state_dir / "snapshots").iterdir() if path.name.startswith("hib_")]
+    assert not list(node.state_dir.glob("hibernating-*"))
+    assert not [image for image in await client.images() if sandbox.id in image.name]
+    assert (await sandbox.exec("echo on")).text == "on\n"
+    await sandbox.hibernate()
     assert await sandbox.kill()
 
 
@@ -176,3 +204,22 @@ async def _unended(node: NodeProcess) -> int:
     with closing(sqlite3.connect(node.state_dir / "journal.sqlite")) as database:
         (count,) = database.execute("SELECT count(*) FROM sandbox WHERE ended_unix_s IS NULL").fetchone()
     return int(count)
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+async def test_a_full_disk_is_not_said_to_be_the_guests(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked_first: bool
+) -> None:
+    """Neither before a dump begins nor in the middle of it, when CRIU finds no room; the sandbox goes on."""
+    handle = await lab.create()
+    program = await lab.program(handle)
+    if not is_asked_first:
+        monkeypatch.setattr(memory, "FREE_BYTES_MIN", -(1 << 40))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=True)
+    try:
+        with pytest.raises(barchan.CapacityError, match="no room"):
+            await handle.dump(tmp_path / "memory", keep=True)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert await program.ask(handle.guest, "1 + 1") == 2

@@ -131,20 +131,28 @@ async def store(sandboxes: "Sandboxes", live: Live, check: Callable[[], None]) -
 
 async def _put_down(sandboxes: "Sandboxes", live: Live, storing: _Storing, stored: Stored) -> None:
     """From here on it is on disk, whatever happens to its processes."""
-    await _hold(sandboxes, live, stored.template)
-    sandboxes.journal.hibernate(live.sandbox_id, stored)
+    try:
+        await _hold(sandboxes, live, stored.template)
+        sandboxes.journal.hibernate(live.sandbox_id, stored)
+    except BaseException:  # it is not noted, and so it is not there: it stays paused
+        sandboxes.holds.release(live.sandbox_id)
+        await sandboxes.holds.hold(live.sandbox_id, live.template)
+        await storing.give_up()
+        raise
     live.phase = next_phase(live.phase, Fact.MEMORY_STORED)
     live.rest.stored, live.rest.tier, live.rest.refused = stored, "hibernated", ""
     live.rest.freed_bytes += stored.memory_bytes
     sandboxes.tiers.stored += 1
     older, live.rest.images = live.rest.images, {storing.image}
-    if live.network is not None:
-        await live.network.close()
-        live.network = None
-    await live.handle.destroy()
-    await storing.tidy()
-    for image in older:
-        await remove_image(sandboxes, image)
+    try:
+        if live.network is not None:
+            await live.network.close()
+            live.network = None
+        await live.handle.destroy()
+    finally:
+        await storing.tidy()
+        for image in older:
+            await remove_image(sandboxes, image)
 
 
 async def restore(sandboxes: "Sandboxes", live: Live) -> None:

@@ -38,6 +38,7 @@ DEPTH: dict[Tier, int] = {"running": 0, "paused": 1, "paged_out": 2, "hibernated
 LEASES_KEPT_MAX = 1024
 MEMORY_WAIT_S = 15.0  # of a wake, for memory
 MEMORY_LOOK_S = 0.25
+STORE_AGAIN_S = 60.0
 TURNED_ROUND = "a request came for it"
 ENDED = "it has ended"
 
@@ -272,12 +273,17 @@ class Tiers:
         except (NotSnapshotable, RequirementMissing) as error:
             live.rest.refused, live.rest.can_be_stored = str(error), False
             raise type(error)(f"it stays paused: {error}", **error.details) from error
-        except CapacityError as error:
-            live.rest.refused = str(error)
+        except (BackendError, CapacityError) as error:
+            self._store_later(live, str(error))
             raise
         except OSError as error:
-            live.rest.refused = f"the disk takes no more: {error}"
+            self._store_later(live, f"the disk takes no more: {error}")
             raise CapacityError(f"it stays paused: {live.rest.refused}", retry_after_ms=1000) from error
+
+    def _store_later(self, live: Live, refused: str) -> None:
+        """The policy does not try it again at once: each time takes a whole dump."""
+        live.rest.refused = refused
+        live.rest.look_at = asyncio.get_running_loop().time() + STORE_AGAIN_S
 
     def _check_wanted(self, live: Live) -> None:
         """Raise where nobody should go on going down."""

@@ -95,6 +95,11 @@ def reason(log: str) -> tuple[str, str]:
     return "", first
 
 
+def is_out_of_room(log: str) -> bool:
+    """Whether it failed because the disk took no more."""
+    return re.search(r"Error \(.*(No space left on device|Disk quota exceeded)", log) is not None
+
+
 def dump_arguments(
     pid: int, images: Path, group: str, mounts: Sequence[str], files: Sequence[str], *, keep: bool
 ) -> list[str]:

@@ -35,11 +35,13 @@ from barchan.errors import (
     RequirementMissing,
     SnapshotCorrupt,
 )
+from barchan.image.disk import NO_ROOM
 from barchan.image.template import Template
 from barchan.model.sandbox import SandboxSpec
 from barchan.model.snapshot import MemoryRecord
 from barchan.snapshot.compatible import check, this_host
 from barchan.snapshot.pager.link import PagerLink
+from barchan.snapshot.shelf import FREE_BYTES_MIN
 from barchan.wire import guest as wire
 
 if TYPE_CHECKING:
@@ -128,6 +130,8 @@ class Dumping:
             )
         if (link := await self._backend.pager.known_link(self.sandbox_id)) is not None:
             await link.complete()  # what it lacks is not in the processes that CRIU sees
+        if shutil.disk_usage(target.parent).free < self._counters.stats().memory_bytes + FREE_BYTES_MIN:
+            raise _no_room(self.sandbox_id)
         async with self._cutting:
             return await finished(self._dump(target, found, keep=keep))
 
@@ -152,6 +156,8 @@ class Dumping:
             return record
         except BaseException as error:
             await finished(asyncio.to_thread(shutil.rmtree, target, ignore_errors=True))
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                raise _no_room(self.sandbox_id) from error
             if isinstance(error, OSError | ValueError | struct.error):
                 raise BackendError(f"the memory of {self.sandbox_id} could not be stored: {error}") from error
             raise
@@ -197,7 +203,10 @@ class Dumping:
             wstatus = answer.message.number("wstatus")
             if wstatus == 0:
                 return
-            words_, first = criu.reason(_log(job))
+            log = _log(job)
+            if criu.is_out_of_room(log):
+                raise _no_room(self.sandbox_id)
+            words_, first = criu.reason(log)
             if os.WIFSIGNALED(wstatus):  # half way: what its processes are now is not known
                 self._lose()
                 raise InitDied(f"CRIU was killed while it stored the memory of {self.sandbox_id}: {first}")
@@ -296,6 +305,10 @@ def _finish(target: Path, inside: Inside, record: MemoryRecord) -> None:
     for path in (target / "criu").glob("stats-*"):
         path.unlink()
     (target / "record.json").write_bytes(msgspec.json.encode(record))
+
+
+def _no_room(sandbox_id: str) -> CapacityError:
+    return CapacityError(f"the node's disk has no room for the memory of {sandbox_id}", retry_after_ms=1000)
 
 
 def _log(job: Path) -> str:
