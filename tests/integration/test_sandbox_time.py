@@ -6,6 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 import barchan
+from barchan.rollout.ports import NoLog
+from barchan.rollout.services import start_services
+from barchan.rollout.task import Service
 from barchan.sdk.aio import process as process_module
 from barchan.sdk.aio import sandbox as sandbox_module
 from tests.nodes import NodeProcess
@@ -126,3 +129,16 @@ async def test_a_clock_wakes_and_hears_of_each_sleep(client: barchan.AsyncClient
     with pytest.raises(barchan.SandboxExpired):
         async with sandbox.clock():
             pass
+
+
+async def test_a_service_that_is_waited_for_is_not_stopped(client: barchan.AsyncClient) -> None:
+    """Also between two looks at whether it is ready."""
+    sandbox = await client.create("debian", waiting=barchan.Waiting(after_s=0.05, hibernate=False, page_out=False))
+    service = Service(name="slow", command="sleep 1.5; touch /tmp/up; sleep 60", ready="test -e /tmp/up")
+    starting = asyncio.create_task(start_services(sandbox, [service], NoLog()))
+    seen: set[str] = set()
+    while not starting.done():
+        seen.add((await sandbox.info()).phase)
+        await asyncio.sleep(0.01)
+    await starting
+    assert seen == {"ready"}

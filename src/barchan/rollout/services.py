@@ -1,11 +1,10 @@
 """A task's services: started in a sandbox by the platform, and waited for before anybody else acts there."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from barchan.errors import BarchanError, TaskError
-from barchan.rollout.ports import Log, Process, Sandbox
+from barchan.rollout.ports import Clock, Log, Process, Sandbox
 from barchan.rollout.task import Service
 from barchan.rollout.tools.base import is_guests_doing
 
@@ -23,9 +22,16 @@ async def start_services(sandbox: Sandbox, services: Sequence[Service], log: Log
         TaskError: One ended, or was not ready in its time; `details` say `service_not_ready` as the `cause`, and the
             tail of its `output`.
     """
+    if not services:
+        return
+    async with sandbox.clock() as clock:
+        await _start_all(sandbox, services, log, clock)
+
+
+async def _start_all(sandbox: Sandbox, services: Sequence[Service], log: Log, clock: Clock) -> None:
     running: list[tuple[Service, Process]] = []
     for service in services:
-        started = time.monotonic()
+        started = clock.time()
         process = await sandbox.start(
             service.command,
             process_id=f"service-{service.name}",
@@ -35,10 +41,10 @@ async def start_services(sandbox: Sandbox, services: Sequence[Service], log: Log
             stdin_open=False,
             merge_stderr=True,
         )
-        if why := await _why_not_ready(sandbox, service, process, started + service.ready_s_max):
+        if why := await _why_not_ready(sandbox, service, process, clock, started + service.ready_s_max):
             raise await _not_ready(service, process, why)
         running.append((service, process))
-        ready_s = round(time.monotonic() - started, 3)
+        ready_s = round(clock.time() - started, 3)
         log.entry("note", {"service": service.name, "command": service.command, "ready_s": ready_s})
     for service, process in running:
         state = await process.info()
@@ -51,14 +57,14 @@ async def _not_ready(service: Service, process: Process, why: str) -> TaskError:
     return TaskError(f"service {service.name}: {why}", cause="service_not_ready", output=output)
 
 
-async def _why_not_ready(sandbox: Sandbox, service: Service, process: Process, deadline: float) -> str:
+async def _why_not_ready(sandbox: Sandbox, service: Service, process: Process, clock: Clock, deadline: float) -> str:
     """Wait until it is ready; "", or why it is not. One that ended with exit code 0 may have gone to the background."""
     pause_s = POLL_S_MIN
     while True:
         state = await process.info()
         if not state.running and (state.exit_code or (service.port is None and service.ready is None)):
             return f"it ended with exit code {state.exit_code}"
-        left_s = deadline - time.monotonic()
+        left_s = deadline - clock.time()
         missing = await _missing(sandbox, service, max(left_s, POLL_S_MIN))
         if not missing:
             return ""
