@@ -234,7 +234,7 @@ def test_a_late_process_of_a_start_leaves_no_cgroup(supervisor: Supervisor, clie
     (leaf,) = (path for path in paths if (path / "memory.limit_in_bytes").exists())
     for number in range(500):  # what the removal is busy with while that process ends
         (group / "guest" / f"more{number}").mkdir()
-    command = [sys.executable, "-SIc", LATE, leaf]
+    command = [sys.executable, "-SIc", LATE, str(leaf)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as late:
         assert late.stdin is not None and late.stdout is not None
         (group / "cgroup.procs").write_text(str(late.pid))
