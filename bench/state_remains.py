@@ -15,7 +15,7 @@ PAGER = "barchan.snapshot.pager"
 LASTING = ("memory", "pager", "pager.log", "reader.log", "cache")  # folders and logs, made when they are first needed
 PAGER_FILES = frozenset({"lock", "pager.sock"})
 OWN_PROCESSES = {"barchan.node": 1, "barchan-supervisor": 1, PAGER: 2}  # the pager has a keeper
-ASLEEP_MAX = 2  # images of one sandbox's files: the last that was whole, and one that a killed node had just made
+ASLEEP_MAX = 1  # images of one sandbox's files
 SUPERVISOR_GROUP = "init"
 IN_POOL = ("upper", "spool", "cut")
 

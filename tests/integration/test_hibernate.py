@@ -9,6 +9,8 @@ import pytest
 
 import barchan
 from barchan.cli.main import main
+from barchan.image.store import ImageStore
+from barchan.image.template import TemplateConfig
 from tests.nodes import NodeProcess
 
 pytestmark = [pytest.mark.requires("root", "cgroup", "criu"), pytest.mark.timeout(180)]
@@ -222,6 +224,28 @@ async def test_they_outlive_the_node(make_node: Callable[[], NodeProcess]) -> No
         assert answer == "1001"
         await sandbox.hibernate()
         await client.kill(labels={})
+
+
+async def test_what_a_killed_node_stored_in_vain_goes(make_node: Callable[[], NodeProcess]) -> None:
+    """An image of files that no sandbox came to use; the one in use stays, on disk and awake."""
+    node = make_node()
+    node.start()
+    images = ImageStore(node.state_dir / "images")
+    async with barchan.connect_async(f"unix://{node.socket}") as client:
+        sandbox = await client.create("debian", memory_mib=128, detach=True, ttl_s=600)
+        for word in ("one", "two"):
+            (await sandbox.exec(f"echo {word} >> words")).check()
+            await sandbox.hibernate()
+            (used,) = [image for image in images.templates() if sandbox.id in image.name]
+            if word == "two":
+                await sandbox.exec("true")
+            images.commit(TemplateConfig(name=f"{used.name}0"), used.layers[1:])
+            node.kill()
+            node.start()
+            assert [image.name for image in images.templates() if sandbox.id in image.name] == [used.name]
+        assert (await sandbox.exec("cat words")).text == "one\ntwo\n"
+        await client.kill(labels={})
+    assert not [image for image in images.templates() if sandbox.id in image.name]
 
 
 async def test_a_node_that_has_only_such_may_end(make_node: Callable[[], NodeProcess]) -> None:

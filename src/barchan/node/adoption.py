@@ -24,9 +24,8 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
         sandboxes.leases.adopt(
             row.spec.lease_id, row.sandbox_id, row.spec.memory_mib, row.awake_s, is_awake=row.since_unix_s is None
         )
-    stored = {row.stored.snapshot_id for row in rows.values() if row.stored is not None}
     await asyncio.to_thread(_sweep, sandboxes.images)
-    images = await hibernate.clean(sandboxes, stored, set(rows))
+    images = await hibernate.clean(sandboxes, rows)
     # At once, so that what the host lacks is said by the node's start, not by a create.
     for name in backends.BACKENDS:
         backend = await sandboxes.backend(name)
@@ -82,6 +81,7 @@ async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
     live.booted.set_result(None)
     if row.since_unix_s is not None:
         sandboxes.journal.wake(row.sandbox_id)
+    if row.phase == "paused":
         await sandboxes.tiers.change(live, "paused", is_asked=row.is_asked)
 
 

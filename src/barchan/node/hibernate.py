@@ -24,6 +24,7 @@ from barchan.model.image import ASLEEP_PREFIX
 from barchan.model.node import SnapshotRequest
 from barchan.model.snapshot_info import SNAPSHOT_PREFIX
 from barchan.node import away, snapshots
+from barchan.node.journal import Row
 from barchan.node.late_memory import unpacked
 from barchan.node.live import Live
 from barchan.node.network import Network
@@ -294,18 +295,18 @@ def image_prefix(sandboxes: "Sandboxes") -> str:
     return f"{ASLEEP_PREFIX}{sandboxes.node_id[5:]}-"
 
 
-async def clean(sandboxes: "Sandboxes", stored: set[str], known: set[str]) -> dict[str, set[str]]:
-    """Remove what a killed node has left half made.
+async def clean(sandboxes: "Sandboxes", rows: dict[str, Row]) -> dict[str, set[str]]:
+    """Remove what a killed node has left half made, or has made and not yet used.
 
     Args:
-        stored: Ids on the shelf that sandboxes need.
-        known: Ids of the sandboxes that live.
+        rows: Of the sandboxes that live, by their ids.
 
     Returns:
         The images of each sandbox that has some.
     """
     for path in sandboxes.state_dir.glob(f"{FOLDER_PREFIX}*"):
         await asyncio.to_thread(shutil.rmtree, path)
+    stored = {row.stored.snapshot_id for row in rows.values() if row.stored is not None}
     for entry in await asyncio.to_thread(sandboxes.shelf.entries):
         if entry.snapshot_id.startswith(ID_PREFIX) and entry.snapshot_id not in stored:
             await asyncio.to_thread(sandboxes.shelf.remove, entry.snapshot_id)
@@ -313,9 +314,9 @@ async def clean(sandboxes: "Sandboxes", stored: set[str], known: set[str]) -> di
     prefix = image_prefix(sandboxes)
     for template in await asyncio.to_thread(sandboxes.images.templates):
         if template.name.startswith(prefix):
-            sandbox_id = template.name.removeprefix(prefix).rpartition("-")[0]
-            if sandbox_id in known:
-                images.setdefault(sandbox_id, set()).add(template.name)
+            row = rows.get(template.name.removeprefix(prefix).rpartition("-")[0])
+            if row is not None and template.layers == (row.stored or row).template.layers:
+                images.setdefault(row.sandbox_id, set()).add(template.name)
             else:
                 await remove_image(sandboxes, template.name)
     return images
