@@ -16,6 +16,7 @@
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <sys/wait.h>
+#include <time.h>
 
 #include "supervisor.h"
 
@@ -26,6 +27,8 @@
 #define SHUTDOWN_WAIT_NS (20 * NS_PER_S)
 #define POOL_MIB_MIN 128u
 #define OPEN_FILES_MAX 1048576u
+#define NAME_TRIES 50
+#define NAME_WAIT_NS (100 * NS_PER_MS)
 
 struct options options;
 const struct weakening weakenings[WEAKENINGS] = {
@@ -191,7 +194,8 @@ static void run(void)
 
 /* --- start and end ------------------------------------------------------------------------------------------------ */
 
-/* Released by the kernel however this process ends: two supervisors must not take each other's groups for left-overs. */
+/* Released by the kernel however this process ends: two supervisors must not take each other's groups for left-overs. One that is at
+ * its end is waited for. */
 static int lock_name(void)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -200,7 +204,15 @@ static int lock_name(void)
 	name_lock_fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	if (name_lock_fd < 0)
 		return -1;
-	return bind(name_lock_fd, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length));
+	socklen_t size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length);
+	for (int tries = 0; tries < NAME_TRIES; tries++) {
+		if (bind(name_lock_fd, (struct sockaddr *)&address, size) == 0)
+			return 0;
+		if (errno != EADDRINUSE)
+			return -1;
+		nanosleep(&(struct timespec){.tv_nsec = NAME_WAIT_NS}, NULL);
+	}
+	return errno = EADDRINUSE, -1;
 }
 
 /* Every sandbox costs a descriptor or two at times; without CAP_SYS_RESOURCE what there is must do. */

@@ -60,6 +60,24 @@ async def test_a_killed_node_finds_200_sandboxes_again_and_no_stream_loses_a_byt
         assert (await running).stdout == b"still here\n"
 
 
+async def test_a_supervisor_at_its_end_is_replaced(make_node: Callable[[], NodeProcess]) -> None:
+    """One that ends while the next node greets it, as it does by itself a while after its last sandbox."""
+    node = make_node()
+    node.start()
+    async with barchan.connect_async(f"unix://{node.socket}") as client:
+        await (await client.create("debian")).kill()
+    supervisor = node.watch.supervisor_pid()
+    assert supervisor is not None
+    node.kill()
+    os.kill(supervisor, signal.SIGSTOP)  # it takes the connection, and says nothing
+    ends = asyncio.get_running_loop().call_later(1.0, os.kill, supervisor, signal.SIGKILL)
+    await asyncio.get_running_loop().run_in_executor(None, node.start)
+    assert ends.when() <= asyncio.get_running_loop().time()
+    async with barchan.connect_async(f"unix://{node.socket}") as client, await client.create("debian") as sandbox:
+        assert (await sandbox.exec("echo here")).text == "here\n"
+    assert node.end() == []
+
+
 async def test_an_exec_sent_again_to_the_next_node_ran_once(make_node: Callable[[], NodeProcess]) -> None:
     """The client sends its exec again after the node died; the process id makes it the same exec."""
     node = make_node()

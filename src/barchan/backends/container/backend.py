@@ -191,11 +191,10 @@ class ContainerBackend:
 
     async def start(self) -> None:
         try:
-            self._client = SupervisorClient.connect(self._socket, self._told)
-        except OSError:
+            hello = await self._greeted()
+        except (OSError, ConnectionLost):  # there is none, or it is at its end, having had no sandbox
             await self._spawn()
-            self._client = SupervisorClient.connect(self._socket, self._told)
-        hello = (await self.request("hello", version=wire.VERSION)).message
+            hello = await self._greeted()
         if hello.number("version") != wire.VERSION:
             raise RequirementMissing(
                 f"a supervisor of protocol version {hello.get('version')} is running sandboxes here, and this release "
@@ -205,6 +204,10 @@ class ContainerBackend:
         self.capabilities = replace(self.capabilities, memory_snapshot=await self.memory.is_possible())
         self._found_layers = await self._listed("layers", "layer")
         self._layers.adopt(self._found_layers)
+
+    async def _greeted(self) -> wire.Message:
+        self._client = SupervisorClient.connect(self._socket, self._told)
+        return (await self.request("hello", version=wire.VERSION)).message
 
     async def _spawn(self) -> None:
         """Start a supervisor and wait until it listens."""
@@ -234,9 +237,8 @@ class ContainerBackend:
             line = (await process.stdout.readline()).decode().strip()
         if line != "ready":
             await process.wait()
-            raise RequirementMissing(
-                f"the supervisor did not start: {line or 'no reason given'}; see {self._state_dir}/supervisor.log"
-            )
+            log = self._state_dir / "supervisor.log"
+            raise RequirementMissing(f"the supervisor did not start: {line or 'no reason given'}; see {log}")
 
     def adopted(self) -> None:
         self._lazy.start(self._found_layers)
