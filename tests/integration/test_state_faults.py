@@ -1,6 +1,7 @@
 """What goes wrong while sandboxes sleep and wake is nobody's loss, and is never taken for their own doing."""
 
 import asyncio
+import errno
 import os
 import sqlite3
 import subprocess
@@ -223,3 +224,44 @@ async def test_a_full_disk_is_not_said_to_be_the_guests(
     finally:
         subprocess.run(["umount", tmp_path], check=True)
     assert await program.ask(handle.guest, "1 + 1") == 2
+
+
+async def test_a_node_killed_in_the_middle_of_a_fork_takes_no_time_from_programs(
+    node: NodeProcess, client: barchan.AsyncClient
+) -> None:
+    """As long as it stood still for that, without a node, no deadline of its programs' came nearer."""
+    sandbox = await client.create("debian", memory_mib=512)
+    heap = await sandbox.start(
+        ["python3", "-c", "x = bytearray(b'01234567' * (25 << 20)); print('on', flush=True); input()"]
+    )
+    async for _, _, said in heap.output():
+        assert said == b"on\n"
+        break
+    running = asyncio.create_task(sandbox.exec("sleep 2; echo done", timeout_s=3))
+    await asyncio.sleep(0.3)
+    forking = asyncio.create_task(sandbox.fork(1, kind="memory"))
+    while not list(node.state_dir.glob("criu-*")):
+        await asyncio.sleep(0.002)
+    node.kill()
+    await asyncio.sleep(8)
+    node.start()
+    result = await running
+    assert (result.exit_code, result.text) == (0, "done\n")
+    await asyncio.gather(forking, return_exceptions=True)
+    assert await sandbox.kill()
+
+
+async def test_a_hibernation_that_fails_is_no_use_of_the_sandbox(
+    sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its idle time goes on: nobody has asked anything of it."""
+    live = sandboxes.live[(await sandboxes.create(SPEC)).sandbox_id]
+
+    async def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(live.handle, "pack_cut", full)
+    before = live.last_used
+    change = await sandboxes.tiers.change(live, "hibernated", is_asked=False)
+    assert change.refused
+    assert live.last_used == before

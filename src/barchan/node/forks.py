@@ -129,7 +129,7 @@ class Forks:
             await live.handle.cut(cut)
             return from_cut(cut)
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        return from_memory(await take(live, self._folder / cut, cut), cut)
+        return from_memory(await take(self._sandboxes, live, self._folder / cut, cut), cut)
 
     def _begin(self, live: Live, spec: SandboxSpec, start: "Start", *, can_be_warm: bool) -> Child:
         """One child; what keeps it from starting is its own error, not the fork's."""

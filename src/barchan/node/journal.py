@@ -188,6 +188,14 @@ class Journal:
                 (sandbox_id, time.time(), is_asked),
             )
 
+    def still(self, sandbox_id: str) -> None:
+        """It stands still for a moment, for its memory is stored; `wake` tells the end of that."""
+        self._db.execute(
+            "INSERT INTO sandbox_rest (id, since_unix_s) VALUES (?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET since_unix_s = excluded.since_unix_s",
+            (sandbox_id, time.time()),
+        )
+
     def asked(self, sandbox_id: str) -> None:
         """Somebody wants it to be asleep, as it is."""
         self._db.execute("UPDATE sandbox_rest SET is_asked = 1 WHERE id = ?", (sandbox_id,))

@@ -43,7 +43,7 @@ async def held(sandboxes: "Sandboxes", live: Live) -> AsyncIterator[None]:
                 return
 
 
-async def take(live: Live, directory: Path, cut: str) -> Taken:
+async def take(sandboxes: "Sandboxes", live: Live, directory: Path, cut: str) -> Taken:
     """Store a held sandbox's memory in the new `directory`, and its files of the same moment as the cut `cut`.
 
     Raises:
@@ -52,14 +52,19 @@ async def take(live: Live, directory: Path, cut: str) -> Taken:
     Cancellation: As every failure: the sandbox goes on, and neither is left.
     """
     async with live.handle.guest.starts.none():
-        return await _take(live, directory, cut)
+        return await _take(sandboxes, live, directory, cut)
 
 
-async def _take(live: Live, directory: Path, cut: str) -> Taken:
+async def _take(sandboxes: "Sandboxes", live: Live, directory: Path, cut: str) -> Taken:
     began = time.monotonic()
     was_paused = live.phase == "paused"
     if not was_paused:
-        await live.handle.freeze()
+        sandboxes.journal.still(live.sandbox_id)
+        try:
+            await live.handle.freeze()
+        except BaseException:
+            sandboxes.journal.wake(live.sandbox_id)
+            raise
         live.clock.stop()
     try:
         await live.handle.cut(cut)
@@ -70,6 +75,7 @@ async def _take(live: Live, directory: Path, cut: str) -> Taken:
         if not was_paused:
             await asyncio.shield(live.handle.thaw(time.monotonic() - began))
             live.clock.go_on()
+            sandboxes.journal.wake(live.sandbox_id)
 
 
 def make_readable(directory: Path) -> None:

@@ -246,7 +246,7 @@ class SnapshotTree:
         async with self._workspace() as directory:
             try:
                 async with held(self._sandboxes, live):
-                    taken = await take(live, directory, cut)
+                    taken = await take(self._sandboxes, live, directory, cut)
                 pack = partial(self._sandboxes.shelf.pack, row.snapshot_id, directory, base=self._base(row))
                 packed = await finished(asyncio.to_thread(pack))
                 template = await self._files(live, asked, row, partial(live.handle.pack_cut, cut))

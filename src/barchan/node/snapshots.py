@@ -54,7 +54,8 @@ async def snapshot(
         config = replace(config, base_layers=base_layers)
         return await _snapshot(sandboxes.templates, pack, config, below, is_named=is_named)
     except (BarchanError, OSError) as error:
-        sandboxes.get(live.sandbox_id)  # one that has ended meanwhile says so
+        if live.ending is not None or not live.is_here:
+            sandboxes.get(live.sandbox_id)  # says how it ended
         if isinstance(error, BarchanError):
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

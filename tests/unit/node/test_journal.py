@@ -162,3 +162,15 @@ def test_a_full_disk_is_said_and_ends_are_written_later(tmp_path: Path) -> None:
     assert [row.sandbox_id for row in Journal(tmp_path / "journal").live()] == ["sb_1"]
     journal.settle()
     assert Journal(tmp_path / "journal").live() == []
+
+
+def test_a_moment_of_standing_still_is_no_pause(tmp_path: Path) -> None:
+    """A node killed in it leaves one that is awake, and since when it was not."""
+    journal = Journal(tmp_path / "journal")
+    journal.begin("sb_1", SPEC, TEMPLATE)
+    journal.still("sb_1")
+    row = Journal(tmp_path / "journal").find("sb_1")
+    assert row is not None and row.phase == "booting" and row.since_unix_s is not None
+    journal.wake("sb_1")
+    row = journal.find("sb_1")
+    assert row is not None and row.since_unix_s is None
