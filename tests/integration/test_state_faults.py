@@ -216,7 +216,7 @@ async def test_a_full_disk_is_not_said_to_be_the_guests(
     program = await lab.program(handle)
     if not is_asked_first:
         monkeypatch.setattr(memory, "FREE_BYTES_MIN", -(1 << 40))
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", tmp_path], check=True)
     try:
         with pytest.raises(barchan.CapacityError, match="no room"):
             await handle.dump(tmp_path / "memory", keep=True)
@@ -230,7 +230,7 @@ async def test_a_node_killed_in_the_middle_of_a_fork_takes_no_time_from_programs
     node: NodeProcess, client: barchan.AsyncClient
 ) -> None:
     """As long as it stood still for that, without a node, no deadline of its programs' came nearer."""
-    sandbox = await client.create("debian", memory_mib=512)
+    sandbox = await client.create("debian", memory_mib=512, detach=True, ttl_s=600)
     heap = await sandbox.start(
         ["python3", "-c", "x = bytearray(b'01234567' * (25 << 20)); print('on', flush=True); input()"]
     )
@@ -247,7 +247,10 @@ async def test_a_node_killed_in_the_middle_of_a_fork_takes_no_time_from_programs
     node.start()
     result = await running
     assert (result.exit_code, result.text) == (0, "done\n")
-    await asyncio.gather(forking, return_exceptions=True)
+    (forked,) = await asyncio.gather(forking, return_exceptions=True)
+    for child in forked if isinstance(forked, list) else []:
+        if isinstance(child, barchan.AsyncSandbox):
+            await child.kill()
     assert await sandbox.kill()
 
 
