@@ -42,6 +42,7 @@ class _Connection:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.link = self
 
     def send(self, data: bytes) -> None:
         """Nobody reads them."""
