@@ -214,6 +214,7 @@ async def test_a_full_disk_is_not_said_to_be_the_guests(
     """Neither before a dump begins nor in the middle of it, when CRIU finds no room; the sandbox goes on."""
     handle = await lab.create()
     program = await lab.program(handle)
+    assert await program.ask(handle.guest, "1 + 1") == 2  # it has all of its memory
     if not is_asked_first:
         monkeypatch.setattr(memory, "FREE_BYTES_MIN", -(1 << 40))
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", tmp_path], check=True)
