@@ -203,7 +203,7 @@ async def end_all(own: OwnNode, remains: Remains, found: Kills) -> None:
             await (await client.attach(info.sandbox_id)).kill()
     found.leaks += [f"all ended: {line}" for line in await asyncio.to_thread(remains.settle, (), LAST_SETTLE_S)]
     own.shut_down()
-    found.leaks += [f"node ended: {line}" for line in remains.after_end()]
+    found.leaks += [f"node ended: {line}" for line in remains.settle_after_end(SETTLE_S)]
 
 
 async def measure(arguments: argparse.Namespace) -> Kills:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from barchan.image.store import ImageStore
@@ -43,13 +43,13 @@ class Remains:
 
     def settle(self, known: Collection[str], timeout_s: float) -> list[str]:
         """What is still unowned after that long."""
-        until = time.monotonic() + timeout_s
-        while (found := self.unowned(known)) and time.monotonic() < until:
-            time.sleep(0.25)
-        return found
+        return _settled(lambda: self.unowned(known), timeout_s)
 
-    def after_end(self) -> list[str]:
-        """What is there when node and supervisor have ended."""
+    def settle_after_end(self, timeout_s: float) -> list[str]:
+        """What is still there that long after the node was shut down."""
+        return _settled(self._after_end, timeout_s)
+
+    def _after_end(self) -> list[str]:
         found = [*self._groups(with_top=True), *self._images(), *self._shelf(), *self._pager()]
         found += [f"process {' '.join(argv)}" for _, argv in processes() if str(self._state) in " ".join(argv)]
         found += [f"mount {line}" for line in _mounts() if str(self._state) in line]
@@ -131,6 +131,13 @@ class Remains:
                     yield backing.parts[3]
             except OSError:  # detached meanwhile
                 continue
+
+
+def _settled(look: Callable[[], list[str]], timeout_s: float) -> list[str]:
+    until = time.monotonic() + timeout_s
+    while (found := look()) and time.monotonic() < until:
+        time.sleep(0.25)
+    return found
 
 
 class _Stat:
