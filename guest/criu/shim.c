@@ -381,11 +381,19 @@ static const char *place_of(const char *places, long pid, char place[RESTORE_PLA
 	return NULL;
 }
 
-static int place_init(const char *pid)
+/* Where the init is: it, and its file operations, which are no guest's programs. */
+static int place_beside_init(const char *pid)
 {
 	for (int fd = RESTORE_INIT_FD; fd < RESTORE_INIT_FD + RESTORE_INIT_FDS; fd++)
 		if (write(fd, pid, strlen(pid)) < 0 && errno != EBADF)
 			return -1;
+	return 0;
+}
+
+static int place_init(const char *pid)
+{
+	if (place_beside_init(pid) < 0)
+		return -1;
 	struct restore_report report = {RESTORE_DONE, (int32_t)atol(pid)};
 	return write(RESTORE_STATUS_FD, &report, sizeof(report)) == sizeof(report) ? 0 : -1;
 }
@@ -402,7 +410,7 @@ static int place_one(const char *pid, const char *places)
 	if (inside == 1)
 		return 0;
 	if (!place_of(places, inside, place))
-		return errno = ENOENT, -1;
+		return place_beside_init(pid);
 	return write_file(RESTORE_GUEST_FD, place, pid);
 }
 

@@ -76,6 +76,9 @@ async def test_requests_wait_while_its_memory_is_stored(client: barchan.AsyncCli
         await asyncio.sleep(0.005)
     (child,) = await forking
     assert isinstance(child, barchan.AsyncSandbox)
+    kind = (await child.exec("cat /proc/1/comm")).text
+    alike = "for each in /proc/[0-9]*/comm; do read name < $each && echo $name; done"
+    assert (await child.exec(alike)).text.count(kind) == 1  # no upload goes on there, for nobody
     await asyncio.gather(*uploads)
     assert [(await sandbox.files.stat(f"/tmp/up-{number}")).size for number in range(3)] == [2_000_000] * 3
     heard = b""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,9 @@ from barchan.core.finished import finished
 from barchan.errors import RequirementMissing
 from barchan.model.snapshot import MemoryRecord
 from barchan.node.live import Live
+from barchan.node.processes import APPLET_PREFIX
 from barchan.snapshot.pager.link import PagerLink
+from barchan.wire.guest import Scope
 
 if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes, Start
@@ -78,6 +81,13 @@ async def _take(sandboxes: "Sandboxes", live: Live, directory: Path, cut: str) -
             sandboxes.journal.wake(live.sandbox_id)
 
 
+async def _end_file_operations(handle: Handle) -> None:
+    """Of requests to another sandbox, that were under way when its memory was stored: nobody waits for these."""
+    for process in list(handle.guest.processes.values()):
+        if process.process_id.startswith(APPLET_PREFIX) and process.exit is None:
+            await handle.guest.signal(process, signal.SIGKILL, Scope.ALL)
+
+
 def make_readable(directory: Path) -> None:
     """CRIU reads a memory directory as the sandbox's root, which also runs the program in it. It blocks.
 
@@ -106,6 +116,7 @@ def from_memory(taken: Taken, cut: str | None, pager: PagerLink | None = None) -
         try:
             await handle.guest.watch_running()
             await handle.thaw(taken.frozen_s + time.monotonic() - began)
+            await _end_file_operations(handle)
         except BaseException:
             await asyncio.shield(handle.destroy())
             raise
