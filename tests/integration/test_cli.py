@@ -152,7 +152,7 @@ def test_an_interactive_shell(environment: dict[str, str]) -> None:
         terminal.type(b"tty; echo $((6 * 7))\r")
         terminal.read_until(b"/dev/pts/0\r\n42\r\n")
         subprocess.run(["stty", "rows", "50", "cols", "132"], stdin=terminal.fd, check=True)
-        time.sleep(0.5)
+        terminal.type(b"until stty size | grep -q '^50 132'; do sleep 0.1; done\r")
         terminal.type(b"sh -c 'stty size; exec sleep 100'\r")  # a job of its own when it answers
         terminal.read_until(b"50 132\r\n")
         terminal.type(b"\x03")

@@ -1,6 +1,7 @@
 """How it all ends: the node gone, signals, kills, a second start; nothing may be left in any case."""
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.supervisor.driver import Client, RefusedError, Supervisor
+from tests.guest.supervisor.driver import Client, RefusedError, Sandbox, Supervisor
 
 pytestmark = [pytest.mark.requires("root", "static-libc", "mkfs.btrfs", "cgroup"), pytest.mark.timeout(120)]
 
@@ -50,6 +51,16 @@ def test_a_new_node_finds_what_the_old_one_left(supervisor: Supervisor) -> None:
     assert new.attach("keeper").connection.lookup("job")[2] is True
 
 
+def started(client: Client, sandbox_id: str) -> Sandbox:
+    """One that is being started, once it is up."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return client.attach(sandbox_id)
+        except RefusedError as error:
+            assert error.errno == errno.EAGAIN and time.monotonic() < deadline
+
+
 def test_a_newer_connection_replaces_the_older(supervisor: Supervisor) -> None:
     """The older connection is closed; its requests in flight are carried out, and the newer one sees the result."""
     old = supervisor.connect()
@@ -58,10 +69,8 @@ def test_a_newer_connection_replaces_the_older(supervisor: Supervisor) -> None:
     with pytest.raises((ConnectionResetError, BrokenPipeError)):
         while True:
             old.receive()
-    deadline = time.monotonic() + 10
-    while new.listed() != ["one"]:
-        assert time.monotonic() < deadline
-    assert new.attach("one").text("echo here") == "here"
+    assert new.listed() == ["one"]
+    assert started(new, "one").text("echo here") == "here"
 
 
 def test_without_a_node_everything_goes_after_the_grace(make_supervisor: Callable[[], Supervisor]) -> None:
