@@ -296,6 +296,18 @@ async def test_a_node_that_dies_over_a_dump_loses_nothing(lab: Lab) -> None:
 
 
 @pytest.mark.requires("slirp4netns")
+async def test_a_start_that_is_no_program_yet_is_waited_for(lab: Lab) -> None:
+    """Stopped in between, it would keep the init's connection open, and nothing could be made of it."""
+    handle = await lab.create()
+    tree = Path(f"/sys/fs/cgroup/unified{Path(f'/proc/{handle.pid}/cgroup').read_text().split('0::')[1].strip()}")
+    for number in range(25):
+        await lab.start(handle, f"p{number}", ["/bin/sleep", "100"], wire.StartFlag(0))
+        await handle.freeze()
+        stopped = [pid for group in (tree / "guest").rglob("cgroup.procs") for pid in group.read_text().split()]
+        assert [Path(f"/proc/{pid}/comm").read_text() for pid in stopped] == ["sleep\n"] * (number + 1)
+        await handle.thaw(0.0)
+
+
 async def test_an_open_network_is_a_new_one(lab: Lab) -> None:
     """Its namespace is handed over as that of a new sandbox is, and it can be connected."""
     handle = await lab.create(network="open")

@@ -1,24 +1,31 @@
 """Stopping a container's programs, letting them go on, and giving their memory away meanwhile."""
 
 import asyncio
+import os
 import time
+from contextlib import suppress
+from pathlib import Path
 
 from barchan.backends.base import Activity
 from barchan.backends.container.activity import activity
-from barchan.backends.container.cgroup import FREEZE_POLL_S, FREEZE_S, Counters, is_frozen, stop, thaw
+from barchan.backends.container.cgroup import FREEZE_POLL_S, FREEZE_S, ROOT, Counters, is_frozen, stop, thaw
 from barchan.backends.container.pageout import page_out
 from barchan.backends.guest import GuestConnection
 from barchan.core.finished import finished
 from barchan.errors import CapacityError, ConnectionLost
+from barchan.model.sandbox import SandboxSpec
 from barchan.wire import guest as wire
 
 RECONNECT_S = 10.0
+BEGIN_POLL_S = 0.002
 
 
 class Resting:
     """The part of a container's handle that `node.tiers` moves between tiers."""
 
     guest: GuestConnection
+    pid: int
+    spec: SandboxSpec
     _counters: Counters
     _cutting: asyncio.Lock
 
@@ -33,13 +40,12 @@ class Resting:
             group = self._counters.guest
             deadline = time.monotonic() + FREEZE_S
             try:
-                stop(group)
-                while not is_frozen(group):
-                    if time.monotonic() > deadline:
-                        raise CapacityError(
-                            "the sandbox's programs don't stop: they wait for a disk", retry_after_ms=1000
-                        )
-                    await asyncio.sleep(FREEZE_POLL_S)
+                await _stopped(group, deadline)
+                # A start that is no program yet holds what the init has, its connection too.
+                while self.spec.zygote is None and is_beginning(self.pid, group) and time.monotonic() < deadline:
+                    thaw(group)
+                    await asyncio.sleep(BEGIN_POLL_S)
+                    await _stopped(group, deadline)
                 self.guest.at_work.clear()
             except BaseException:
                 thaw(group)
@@ -78,3 +84,28 @@ class Resting:
         """See `Handle.activity`."""
         stats = self._counters.stats()
         return activity(self._counters.guest, stats.pids, stats.cpu_s)
+
+
+async def _stopped(group: str, deadline: float) -> None:
+    stop(group)
+    while not is_frozen(group):
+        if time.monotonic() > deadline:
+            raise CapacityError("the sandbox's programs don't stop: they wait for a disk", retry_after_ms=1000)
+        await asyncio.sleep(FREEZE_POLL_S)
+
+
+def is_beginning(init: int, group: str) -> bool:
+    """Whether the init has forked for a start what is not its program yet: a copy of it, with its descriptors."""
+    program = os.stat(f"/proc/{init}/exe")
+    for directory, _, _ in os.walk(os.path.dirname(group)):
+        with suppress(FileNotFoundError):
+            for pid in (Path(directory) / "cgroup.procs").read_text().split():
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    if int(pid) != init and os.path.samestat(os.stat(f"/proc/{pid}/exe"), program) and _has_groups(pid):
+                        return True
+    return False
+
+
+def _has_groups(pid: str) -> bool:
+    """A file operation, which is a copy of the init, too, has let go of these."""
+    return any(os.readlink(entry.path).startswith(ROOT) for entry in os.scandir(f"/proc/{pid}/fd"))
