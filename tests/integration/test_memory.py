@@ -20,6 +20,7 @@ from barchan.node.open_network import OpenNetwork
 from barchan.wire import guest as wire
 from tests.integration.memory_lab import PROGRAM, Lab, Talker
 
+AT_ONCE = 8
 pytestmark = pytest.mark.requires("root", "cgroup", "userns", "mkfs.btrfs", "criu")
 NS_GET_OWNER_UID = 0xB704
 PTY = wire.StartFlag.PTY | wire.StartFlag.STDIN
@@ -300,11 +301,12 @@ async def test_a_start_that_is_no_program_yet_is_waited_for(lab: Lab) -> None:
     """Stopped in between, it would keep the init's connection open, and nothing could be made of it."""
     handle = await lab.create()
     tree = Path(f"/sys/fs/cgroup/unified{Path(f'/proc/{handle.pid}/cgroup').read_text().split('0::')[1].strip()}")
-    for number in range(25):
-        await lab.start(handle, f"p{number}", ["/bin/sleep", "100"], wire.StartFlag(0))
+    for number in range(12):
+        names = [f"p{number}-{one}" for one in range(AT_ONCE)]
+        await asyncio.gather(*(lab.start(handle, name, ["/bin/sleep", "100"], wire.StartFlag(0)) for name in names))
         await handle.freeze()
         stopped = [pid for group in (tree / "guest").rglob("cgroup.procs") for pid in group.read_text().split()]
-        assert [Path(f"/proc/{pid}/comm").read_text() for pid in stopped] == ["sleep\n"] * (number + 1)
+        assert [Path(f"/proc/{pid}/comm").read_text() for pid in stopped] == ["sleep\n"] * AT_ONCE * (number + 1)
         await handle.thaw(0.0)
 
 

@@ -108,4 +108,4 @@ def is_beginning(init: int, group: str) -> bool:
 
 def _has_groups(pid: str) -> bool:
     """A file operation, which is a copy of the init, too, has let go of these."""
-    return any(os.readlink(entry.path).startswith(ROOT) for entry in os.scandir(f"/proc/{pid}/fd"))
+    return any(os.readlink(f"/proc/{pid}/fd/{name}").startswith(ROOT) for name in os.listdir(f"/proc/{pid}/fd"))
