@@ -2,7 +2,7 @@
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # Suites that own the machine for their time, since they kill nodes, press on memory or watch clocks.
-ALONE := tests/security $(patsubst %,tests/integration/test_%.py,density fork hibernate hibernate_away http late_memory \
+ALONE := tests/security $(patsubst %,tests/integration/test_%.py,cli density fork hibernate hibernate_away http late_memory \
 	lazy lazy_layer lazy_reader leases memory memory_wakes network node node_restart page_out pager prepared sdk \
 	state_cli state_faults tiers warm_pool zygote)
 ASAN := $(CURDIR)/build/guest
