@@ -33,6 +33,7 @@ from bench.state_resume import zram
 from scripts.own_node import OwnNode, own_node
 
 SAMPLE_S = 0.5
+TURNS = 4  # work, two looks, and what is handed in
 WORK = (
     'python3 -c "import ast,glob,json,sqlite3,unittest,asyncio,time; '
     "kept=[ast.parse(open(p).read()) for p in sorted(glob.glob('/usr/lib/python3*/*.py'))[:60]]; "
@@ -122,8 +123,7 @@ async def watch(own: OwnNode, client: barchan.AsyncClient, samples: list[Sample]
 
 async def play(arguments: argparse.Namespace, *, tiers: bool) -> Played:
     tasks = [
-        replace(task, tools=tuple(dict.fromkeys((*task.tools, "bash", "submit"))))
-        for task in humaneval.load()[: arguments.tasks]
+        replace(task, limits=replace(task.limits, turns_max=TURNS)) for task in humaneval.load()[: arguments.tasks]
     ]
     records: list[RolloutRecord] = []
     samples: list[Sample] = []
