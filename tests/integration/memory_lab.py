@@ -9,8 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from barchan.backends.base import Backend
 from barchan.backends.container.backend import ContainerBackend, ContainerHandle
+from barchan.backends.container.lazy import ReaderSettings
 from barchan.backends.guest import GuestProcess, Reader
+from barchan.errors import InvalidSpec
 from barchan.image.store import ImageStore
 from barchan.model.sandbox import SandboxSpec
 from barchan.model.snapshot import MemoryRecord
@@ -147,15 +150,28 @@ class Talker:
         return ast.literal_eval(await self.reader.line())
 
 
+class LabHost:
+    """What a node would be to its only backend."""
+
+    def __init__(self, state_dir: Path, images: ImageStore) -> None:
+        self.state_dir = state_dir
+        self.images = images
+        self.weaken: tuple[str, ...] = ()
+        self.reader = ReaderSettings()
+
+    async def backend(self, name: str) -> Backend:
+        raise InvalidSpec(f"no backend {name!r} beside this one")
+
+
 class Lab:
     """One backend. What is made in it is removed at the end, and nothing may remain."""
 
     def __init__(self, state_dir: Path, images: Path) -> None:
         self.state_dir = state_dir
         self.watch = Watch(state_dir)
-        self.store = ImageStore(images)
-        self.template = self.store.resolve("debian")
-        self.backend = ContainerBackend(state_dir, self.store)
+        self.images = ImageStore(images)
+        self.template = self.images.resolve("debian")
+        self.backend = ContainerBackend(LabHost(self.state_dir, self.images))
         self.handles: list[ContainerHandle] = []
 
     async def open(self) -> None:
@@ -193,7 +209,7 @@ class Lab:
         """As after the death of a node: the supervisor and the sandboxes are there, nothing else of the backend is."""
         await self.backend.close()
         self.handles.clear()
-        self.backend = ContainerBackend(self.state_dir, self.store)
+        self.backend = ContainerBackend(LabHost(self.state_dir, self.images))
         await self.open()
 
     async def adopt(self, name: str) -> ContainerHandle:

@@ -4,24 +4,64 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from barchan.backends.container.lazy import ReaderSettings
 from barchan.backends.guest import GuestConnection
+from barchan.errors import InvalidSpec
+from barchan.image.store import ImageStore
 from barchan.image.template import Template
 from barchan.model.node import Requirement
-from barchan.model.sandbox import SandboxSpec, SandboxStats
+from barchan.model.sandbox import Network, Root, SandboxSpec, SandboxStats
 from barchan.model.snapshot import MemoryRecord
 from barchan.snapshot.pager.link import PagerLink
 
+Unavailability = Callable[[Sequence[str], str], None]
+Isolation = Literal["worker", "container", "user_kernel", "kernel", "machine"]  # the strongest last
+
 
 class Capabilities(Struct, frozen=True, kw_only=True):
-    """What a backend can do; ask before calling."""
+    """What a backend can do; ask before calling. What is not here every backend can.
 
-    memory_snapshot: bool
-    fork: bool
-    own_kernel: bool  # guest system calls do not reach the host kernel
+    Attributes:
+        isolation: What stands between a guest and the host.
+        own_kernel: Guest system calls do not reach the host's kernel.
+        fork: A sandbox can start from another one's files (`cut`, `pack`).
+        memory_snapshot: Processes can be stored and started from there (`dump`, `restore`), so that there are forks
+            with memory and hibernation.
+        zygote: Sandboxes can have a warm interpreter (`warm`).
+        warm: It makes sandboxes ahead of their creates (`slots`).
+        any_image: These can become a sandbox of any image, and do not belong to a template.
+        page_out: A stopped guest's memory can be given away.
+        calls: It runs functions (`Client.call`).
+        screen: A guest has a screen, a keyboard and a mouse.
+        networks: Of those that a spec can ask for.
+        roots: Likewise.
+    """
+
+    isolation: Isolation = "container"
+    own_kernel: bool = False
+    fork: bool = False
+    memory_snapshot: bool = False
+    zygote: bool = False
+    warm: bool = False
+    any_image: bool = False
+    page_out: bool = False
+    calls: bool = False
+    screen: bool = False
+    networks: frozenset[Network] = frozenset({"none"})
+    roots: frozenset[Root] = frozenset({"plain"})
+
+    def check(self, spec: SandboxSpec) -> None:
+        """Raise `InvalidSpec` for a sandbox that such a backend can't make."""
+        if spec.network not in self.networks:
+            raise InvalidSpec(f"the {spec.backend} backend has no network={spec.network!r}")
+        if spec.root not in self.roots:
+            raise InvalidSpec(f"the {spec.backend} backend has no root={spec.root!r}")
+        if spec.zygote is not None and not self.zygote:
+            raise InvalidSpec(f"the {spec.backend} backend has no warm interpreters: create without zygote")
 
 
 class Ended(Struct, frozen=True, kw_only=True):
@@ -163,8 +203,12 @@ class Slots(Protocol):
     async def keep(self, count: int, prefix: str) -> SlotCounts:
         """Fill up to `count`, paced, and drop what is beyond; ids begin with `prefix`."""
 
-    def take(self, spec: SandboxSpec) -> str | None:
-        """The id of one that is ready and can become this; nobody else is given it. None: there is none."""
+    def take(self, spec: SandboxSpec, template: Template) -> str | None:
+        """The id of one that is ready and can become this; nobody else is given it. None: there is none.
+
+        A backend whose slots belong to a template learns here which are wanted, and fills them by itself, within
+        bounds of its own; `keep` then only drops them, at 0.
+        """
 
     def is_lent(self, sandbox_id: str) -> bool:
         """Taken, and neither started nor given back."""
@@ -194,6 +238,29 @@ class MemoryPager(Protocol):
         """Of a sandbox whose memory is not complete."""
 
 
+class Host(Protocol):
+    """What a node gives its backends. `weaken`: protections to switch off, for the tests that show they matter."""
+
+    @property
+    def state_dir(self) -> Path: ...
+
+    @property
+    def images(self) -> ImageStore: ...
+
+    @property
+    def weaken(self) -> tuple[str, ...]: ...
+
+    @property
+    def reader(self) -> ReaderSettings: ...
+
+    async def backend(self, name: str) -> "Backend":
+        """Another backend of the same node, started.
+
+        Raises:
+            InvalidSpec: There is none of this name. RequirementMissing: It can't run here.
+        """
+
+
 class Backend(Protocol):
     """How isolation is done. `start` before use; `close` leaves the sandboxes running for the next node.
 
@@ -202,9 +269,13 @@ class Backend(Protocol):
     """
 
     capabilities: Capabilities
-    slots: Slots
-    pager: MemoryPager
-    on_unavailable: Callable[[Sequence[str], str], None]
+    on_unavailable: Unavailability
+
+    @property
+    def slots(self) -> Slots: ...
+
+    @property
+    def pager(self) -> MemoryPager: ...
 
     def probe(self) -> Sequence[Requirement]:
         """What the backend needs of this host, and whether it holds."""

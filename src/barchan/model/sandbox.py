@@ -12,6 +12,7 @@ Network = Literal["none", "open", "allow"]
 Root = Literal["plain", "capable"]
 CpuClass = Literal["latency", "batch"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}$")]
+BackendName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 ProcessId = Annotated[str, Meta(min_length=1, max_length=128)]
 DURATION_S_MAX = 31_536_000.0  # a year
 # No `=` in a label's name: queries write `name=value`.
@@ -43,7 +44,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Attributes:
         template: Name or digest of an image the node has (`barchan image list`).
         layers: Images whose own layers go above the template's, the last one topmost.
-        backend: How isolation is done.
+        backend: How isolation is done: the name of one that the node has (`barchan doctor`).
         memory_mib: Limit of the guest's memory; reaching it kills inside the guest, with evidence.
         cpus: CPU time per wall time.
         cpu_class: `batch` runs only when no sandbox of class `latency` wants the processor.
@@ -68,7 +69,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     template: Name
     layers: tuple[Name, ...] = ()
-    backend: Literal["container"] = "container"
+    backend: BackendName = "container"
     memory_mib: Annotated[int, Meta(ge=16, le=1 << 20)] = 512
     cpus: Annotated[float, Meta(gt=0, le=1024)] = 1.0
     cpu_class: CpuClass = "latency"
@@ -282,7 +283,12 @@ class FileChange(Struct, frozen=True, kw_only=True):
 
 
 class SandboxStats(Struct, frozen=True, kw_only=True):
-    """Kernel counters of one sandbox."""
+    """Kernel counters of one sandbox.
+
+    Attributes:
+        memory_peak_bytes, oom_kills: Since it was made, or came back from disk the last time.
+        cpu_s: Since it was made, or came from another node; some of what it takes to come back from disk is in it.
+    """
 
     memory_bytes: int
     memory_peak_bytes: int

@@ -6,10 +6,13 @@ FORMAT = 1
 
 
 class MemoryRecord(Struct, frozen=True, kw_only=True):
-    """`record.json` of a memory directory: what a restore needs besides CRIU's images.
+    """`record.json` of a memory directory: what a restore needs besides what the backend has put there.
 
     Attributes:
         format: Of the memory directory.
+        backend: Whose it is.
+        engine: What must be equal where it is restored, in words of the backend's own. Empty for containers, whose
+            fields follow; the others leave out those of CRIU.
         criu: The version that wrote the images.
         kernel: The release of the host's kernel, which programs have asked for their features.
         machine: The processor's architecture, as the kernel names it.
@@ -28,16 +31,18 @@ class MemoryRecord(Struct, frozen=True, kw_only=True):
     """
 
     format: int = FORMAT
-    criu: str
+    backend: str = "container"
+    engine: dict[str, str] = {}
+    criu: str = ""
     kernel: str
     machine: str
     cpu_features: tuple[str, ...]
-    uid_base: int
-    mounts: tuple[str, ...]
-    files: tuple[str, ...]
-    places: dict[int, str]
-    monotonic_ns: int
-    boottime_ns: int
+    uid_base: int = 0
+    mounts: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    places: dict[int, str] = {}
+    monotonic_ns: int = 0
+    boottime_ns: int = 0
     hostname: str
     network: str
     layers: tuple[str, ...]

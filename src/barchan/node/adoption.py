@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from barchan import backends
 from barchan.backends.base import Backend
+from barchan.backends.container.backend import ContainerBackend
+from barchan.backends.container.outer_ids import backend_of
 from barchan.errors import BarchanError, CapacityError, NotFound
 from barchan.image.store import ImageStore
 from barchan.node import hibernate
@@ -15,6 +17,8 @@ from barchan.node.live import Live
 
 if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
+
+FIRST = "container"
 
 
 async def adopt_all(sandboxes: "Sandboxes") -> None:
@@ -26,11 +30,18 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
         )
     await asyncio.to_thread(_sweep, sandboxes.images)
     images = await hibernate.clean(sandboxes, rows)
-    # At once, so that what the host lacks is said by the node's start, not by a create.
-    for name in backends.BACKENDS:
-        backend = await sandboxes.backend(name)
-        found = set(await backend.found())
+    # Containers at once, so that what the host lacks is said by the node's start, not by a create.
+    wanted = {row.spec.backend for row in rows.values()} | await _held_by_containers(sandboxes)
+    for name in [FIRST, *sorted(wanted - {FIRST})]:
         ours = [row for row in rows.values() if row.spec.backend == name]
+        try:
+            backend = await sandboxes.backend(name)
+        except (BarchanError, OSError) as error:
+            if name == FIRST:
+                raise
+            await _give_up(sandboxes, name, ours, error)
+            continue
+        found = set(await backend.found())
         up = {row.sandbox_id for row in ours if row.stored is None}
         await asyncio.gather(
             *(_adopt(sandboxes, backend, row) for row in ours if row.sandbox_id in found & up),
@@ -38,15 +49,37 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
             *(_discard(backend, sandbox_id) for sandbox_id in found - up),
         )
         backend.adopted()
-        for sandbox_id, names in images.items():
-            if sandbox_id in sandboxes.live:
-                sandboxes.live[sandbox_id].rest.images = names
-        for row in ours:
-            if row.sandbox_id not in sandboxes.live:
-                sandboxes.journal.end(row.sandbox_id, "lost", "node_lost")
-                sandboxes.leases.leave(row.spec.lease_id, row.sandbox_id)
-                for image in images.get(row.sandbox_id, ()):
-                    await hibernate.remove_image(sandboxes, image)
+    for sandbox_id, names in images.items():
+        if sandbox_id in sandboxes.live:
+            sandboxes.live[sandbox_id].rest.images = names
+    for row in rows.values():
+        if row.sandbox_id not in sandboxes.live:
+            sandboxes.journal.end(row.sandbox_id, "lost", "node_lost")
+            sandboxes.leases.leave(row.spec.lease_id, row.sandbox_id)
+            for image in images.get(row.sandbox_id, ()):
+                await hibernate.remove_image(sandboxes, image)
+
+
+async def _containers(sandboxes: "Sandboxes") -> ContainerBackend:
+    return cast(ContainerBackend, await sandboxes.backend(FIRST))
+
+
+async def _held_by_containers(sandboxes: "Sandboxes") -> set[str]:
+    """Names of the backends whose guests live in containers that were found."""
+    return {backend_of(found) for found in await (await _containers(sandboxes)).found_all()} - {""}
+
+
+async def _give_up(sandboxes: "Sandboxes", name: str, rows: Sequence[Row], error: Exception) -> None:
+    """A backend can't run here any more: what it had running is lost, what it has on disk waits for its return."""
+    for row in rows:
+        if row.stored is not None:
+            await _find_stored(sandboxes, row)
+        else:
+            sandboxes.journal.end(row.sandbox_id, "lost", f"node_lost: {error}")
+    containers = await _containers(sandboxes)
+    for found in await containers.found_all():
+        if backend_of(found) == name:
+            await _discard(containers, found)
 
 
 def _sweep(images: ImageStore) -> None:
@@ -60,6 +93,7 @@ async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
     """Take one sandbox over. One that can't be served any more is lost; the others are not."""
     live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
     live.rest.own_layers, live.rest.is_published = row.own_layers, row.is_published
+    live.rest.cpu_before_s = row.cpu_before_s
     frozen_s = 0.0 if row.since_unix_s is None else max(0.0, time.time() - row.since_unix_s)
     try:
         live.equip(await backend.adopt(row.sandbox_id, row.spec, row.template), is_new=False)

@@ -133,7 +133,7 @@ class Forks:
 
     def _begin(self, live: Live, spec: SandboxSpec, start: "Start", *, can_be_warm: bool) -> Child:
         """One child; what keeps it from starting is its own error, not the fork's."""
-        slot = self._sandboxes.warm.take(spec) if can_be_warm else None
+        slot = self._sandboxes.warm.take(spec, live.template, with_files=True) if can_be_warm else None
         sandbox_id = slot or self._sandboxes.new_id()
         spec = replace(spec, hostname=child_hostname(spec.hostname, sandbox_id))
         try:

@@ -22,14 +22,13 @@ from barchan.errors import (
     CapacityError,
     Conflict,
     NodeLost,
-    NotFound,
     SandboxExpired,
     SetupFailed,
 )
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
-from barchan.node import adoption, hibernate, memories, upkeep
+from barchan.node import adoption, away, hibernate, memories, upkeep
 from barchan.node.admission import Admission, check_spec
 from barchan.node.density import awake_mib
 from barchan.node.forks import Forks
@@ -90,8 +89,8 @@ class Sandboxes:
         self.version = version
         self._memory_mib = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) >> 20
         self._cpus = os.cpu_count() or 1
-        self._weaken = weaken
-        self._reader = reader
+        self.weaken = weaken
+        self.reader = reader
         self.state_dir = state_dir
         self.started = time.monotonic()
         self._backends: dict[str, Backend] = {}
@@ -117,7 +116,7 @@ class Sandboxes:
         async with lock:
             backend = self._backends.get(name)
             if backend is None:
-                backend = backends.load(name, self.state_dir, self.images, self._weaken, self._reader)
+                backend = backends.load(name, self)
                 backend.on_unavailable = self._blob_unavailable
                 await backend.start()
                 self._backends[name] = backend
@@ -255,7 +254,7 @@ class Sandboxes:
         self, spec: SandboxSpec, template: Template, start: Start = start_empty, sandbox_id: str | None = None
     ) -> Live:
         """Let it in and start it; `booted` tells how that went."""
-        slot = self.warm.take(spec) if start is start_empty and sandbox_id is None else None
+        slot = self.warm.take(spec, template) if start is start_empty and sandbox_id is None else None
         sandbox_id = sandbox_id or slot or self.new_id()
         priority = 0
         if spec.lease_id is not None:
@@ -282,7 +281,7 @@ class Sandboxes:
             live.spec = self.leases.labelled(spec, spec.lease_id)
             self.journal.rehold(live.sandbox_id, live.spec)
             if live.phase in ("paused", "hibernated"):
-                self.leases.stand_still(spec.lease_id, live.sandbox_id)
+                self.leases.stand_still(spec.lease_id, live.sandbox_id, on_disk=live.phase == "hibernated")
 
     async def _make(self, live: Live, priority: int, start: Start) -> None:
         began = time.monotonic()
@@ -295,6 +294,7 @@ class Sandboxes:
                     self.leases.started(live.spec.lease_id, live.sandbox_id)
                 self.live[live.sandbox_id] = live
                 backend = await self.backend(live.spec.backend)
+                backend.capabilities.check(live.spec)
                 self.journal.begin(live.sandbox_id, live.spec, live.template, live.rest.own_layers)
                 live.equip(await start(backend, live), is_new=True)
                 await self.finish_boot(live)
@@ -369,7 +369,7 @@ class Sandboxes:
             return self.lost[sandbox_id]
         row = self.journal.find(sandbox_id)
         if row is None:
-            return NotFound(f"no sandbox {sandbox_id} on this node", sandbox_id=sandbox_id)
+            return away.unknown(self, sandbox_id)
         return row.error()
 
     def info(self, sandbox_id: str) -> SandboxInfo:
@@ -379,7 +379,7 @@ class Sandboxes:
             return live.info(self.node_id)
         row = self.journal.find(sandbox_id)
         if row is None:
-            raise NotFound(f"no sandbox {sandbox_id} on this node", sandbox_id=sandbox_id)
+            raise away.unknown(self, sandbox_id)
         return row.info(self.node_id)
 
     def matching(self, labels: dict[str, str], create_id: str | None) -> list[Live]:

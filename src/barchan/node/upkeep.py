@@ -71,6 +71,8 @@ def node_info(sandboxes: "Sandboxes", pid: int) -> NodeInfo:
         pid=pid,
         uptime_s=time.monotonic() - sandboxes.started,
         sandboxes_running=sum(live.is_up for live in sandboxes.live.values()),
+        sandboxes_paused=sum(live.phase == "paused" for live in sandboxes.live.values()),
+        sandboxes_hibernated=sandboxes.tiers.stored,
         sandboxes_starting=sandboxes.admission.starting,
         sandboxes_queued=sandboxes.admission.queued,
         running_max=sandboxes.admission.limits.running_max,
@@ -80,6 +82,6 @@ def node_info(sandboxes: "Sandboxes", pid: int) -> NodeInfo:
         create_failures_total=sandboxes.create_failures_total,
         memory_available_mib=reading.available_mib,
         memory=reading,
-        backends=tuple(backends.BACKENDS),
+        backends=backends.names(),
         store=sandboxes.templates.remote.url if sandboxes.templates.remote is not None else "",
     )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from barchan.core.density import step
 from barchan.core.warm_pool import Bounds, Demand, wanted
 from barchan.errors import BarchanError
+from barchan.image.template import Template
 from barchan.model.pool import PoolInfo
 from barchan.model.sandbox import SandboxSpec
 from barchan.node.density import pressure
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
 
 LOOK_S = 0.5
-BACKEND = "container"
+BACKEND = "container"  # whose slots this keeps; those that belong to a template are their backend's own business
 
 
 class WarmPool:
@@ -28,11 +29,18 @@ class WarmPool:
         self._kept = 0
         self._kept_by: Backend | None = None
 
-    def take(self, spec: SandboxSpec) -> str | None:
-        """The id of a slot for this sandbox, which is then nobody else's; None: it starts cold."""
-        self._demand.seen(asyncio.get_running_loop().time())
+    def take(self, spec: SandboxSpec, template: Template, *, with_files: bool = False) -> str | None:
+        """The id of a slot for this sandbox, which is then nobody else's; None: it starts cold.
+
+        Args:
+            with_files: It starts from another one's files, which slots of a template can't.
+        """
+        if spec.backend == BACKEND:
+            self._demand.seen(asyncio.get_running_loop().time())
         backend = self._sandboxes.running_backend(spec.backend)
-        return None if backend is None else backend.slots.take(spec)
+        if backend is None or (with_files and not backend.capabilities.any_image):
+            return None
+        return backend.slots.take(spec, template)
 
     def unused(self, backend_name: str, sandbox_id: str, *, is_known: bool) -> None:
         """A create came to nothing: if it had a slot that it did not start, that is free again, or goes.

@@ -20,7 +20,7 @@ class CreateOptions(TypedDict, total=False):
     """Fields of `SandboxSpec`; `allow` is short for `network="allow"` with these `allow_hosts`."""
 
     layers: Sequence[str]
-    backend: Literal["container"]
+    backend: str
     memory_mib: int
     cpus: float
     cpu_class: CpuClass

@@ -6,6 +6,7 @@ same release series, the processor must have every feature that the other one ha
 
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ def check(record: MemoryRecord, host: Host) -> None:
     Raises:
         SnapshotIncompatible: It can't be restored there; says everything that differs.
     """
-    differs = []
+    differs = _kind(record, "container")
     if record.format != FORMAT:
         differs.append(f"it has format {record.format}, and this release restores {FORMAT}")
     if record.machine != host.machine:
@@ -52,6 +53,34 @@ def check(record: MemoryRecord, host: Host) -> None:
         differs.append(f"it is of Linux {record.kernel}, and this is {host.kernel}")
     if _numbers(host.criu) < _numbers(record.criu):
         differs.append(f"CRIU {record.criu} wrote it, and the one here, {host.criu}, is older")
+    _refuse(differs)
+
+
+def check_engine(record: MemoryRecord, backend: str, engine: Mapping[str, str]) -> None:
+    """Compare a dump of a guest that has a kernel of its own with what would run it here.
+
+    Args:
+        engine: As the backend would write it now.
+
+    Raises:
+        SnapshotIncompatible: It can't be restored; says everything that differs.
+    """
+    differs = _kind(record, backend)
+    machine = platform.uname().machine
+    if record.machine != machine:
+        differs.append(f"it is of a {record.machine}, and this is a {machine}")
+    for key in sorted({*record.engine, *engine}):
+        theirs, ours = record.engine.get(key, "none"), engine.get(key, "none")
+        if theirs != ours:
+            differs.append(f"its {key} is {theirs}, and the one here is {ours}")
+    _refuse(differs)
+
+
+def _kind(record: MemoryRecord, backend: str) -> list[str]:
+    return [] if record.backend == backend else [f"it is of a {record.backend} sandbox, and this is a {backend}"]
+
+
+def _refuse(differs: list[str]) -> None:
     if differs:
         raise SnapshotIncompatible(
             f"the memory snapshot can't be restored on this node: {'; '.join(differs)} "

@@ -3,26 +3,26 @@
 import asyncio
 import errno
 import os
-import shutil
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from barchan.backends.base import Capabilities, Ended
+from barchan.backends.base import Capabilities, Ended, Host, Unavailability
 from barchan.backends.container import probe
 from barchan.backends.container.cgroup import Counters, kill, node_memory, sandbox_of, thaw
 from barchan.backends.container.cut import Cutter
 from barchan.backends.container.hot import FirstReads
 from barchan.backends.container.layers import Layers
-from barchan.backends.container.lazy import LazyReader, ReaderSettings, Unavailable
+from barchan.backends.container.lazy import LazyReader, Unavailable
 from barchan.backends.container.memory import NETWORKS, Dumping, Memory, reseed, restoring
+from barchan.backends.container.outer_ids import guest_of, is_outer
 from barchan.backends.container.pager import Pager
 from barchan.backends.container.resting import Resting
 from barchan.backends.container.slots import ContainerSlots, keys_of
-from barchan.backends.container.supervisor import REQUEST_TIMEOUT_S, Answer, SupervisorClient
+from barchan.backends.container.supervisor import BINARIES, REQUEST_TIMEOUT_S, SOCKET, Answer, SupervisorClient, spawn
 from barchan.backends.container.zygote import Warming, Zygotes
 from barchan.backends.guest import GuestConnection
 from barchan.errors import (
@@ -34,7 +34,6 @@ from barchan.errors import (
     NotFound,
     RequirementMissing,
 )
-from barchan.image.store import ImageStore
 from barchan.image.template import Template
 from barchan.model.node import Requirement
 from barchan.model.sandbox import SandboxSpec, SandboxStats
@@ -42,9 +41,6 @@ from barchan.model.snapshot import MemoryRecord
 from barchan.snapshot.pager.link import PagerLink
 from barchan.wire import supervisor as wire
 
-ORPHAN_GRACE_S = 30
-POOL_SHARE = 0.5  # of the free disk; the file is sparse
-POOL_MIB_MAX = 256 << 10
 SHM_BYTES = 64 << 20
 CPU_PERIOD_US = 100_000
 LAYER_DISKS_MAX = 2  # a layer of a sandbox, in sizes of its disk: parts of sparse files take more room in it
@@ -53,7 +49,6 @@ STARVED_S = 1.0  # for which a read waits when a program's time is over
 STARVED_SHARE = 0.5  # of a program's time, in which its sandbox's reads waited
 STORED_POLL_S = 0.05
 STARVED_ANSWER_S = 3.0  # less than the margin that the init leaves
-BINARIES = Path(__file__).parents[2] / "_guest"
 
 
 class ContainerHandle(Dumping, Resting, Warming):
@@ -155,18 +150,21 @@ class ContainerHandle(Dumping, Resting, Warming):
 class ContainerBackend:
     """Containers on this host, started by a supervisor that outlives this process."""
 
-    capabilities = Capabilities(memory_snapshot=False, fork=True, own_kernel=False)  # until it has started
+    capabilities = Capabilities(  # `memory_snapshot` when it has started
+        isolation="container",
+        fork=True,
+        zygote=True,
+        warm=True,
+        any_image=True,
+        page_out=True,
+        networks=frozenset({"none", "open", "allow"}),
+        roots=frozenset({"plain", "capable"}),
+    )
 
-    def __init__(
-        self,
-        state_dir: Path,
-        images: ImageStore,
-        weaken: tuple[str, ...] = (),
-        reader: ReaderSettings = ReaderSettings(),  # noqa: B008 - frozen
-    ) -> None:
+    def __init__(self, host: Host) -> None:
+        state_dir, images, reader = host.state_dir, host.images, host.reader
         self._state_dir = state_dir
-        self._images = images
-        self._socket = state_dir / "supervisor.sock"
+        self._socket = state_dir / SOCKET
         self._name = f"n{state_dir.stat().st_ino:x}-{state_dir.stat().st_dev:x}"
         self._client: SupervisorClient | None = None
         self._handles: dict[str, ContainerHandle] = {}
@@ -175,16 +173,16 @@ class ContainerBackend:
         self._cutter: Cutter | None = None
         self._cutter_lock = asyncio.Lock()
         self._cgroup = "v1"
-        self.on_unavailable: Callable[[Sequence[str], str], None] = lambda ids, cause: None
+        self.on_unavailable: Unavailability = lambda ids, cause: None
         self._lazy = LazyReader(state_dir, self.request, self._unavailable, reader)
-        self._layers = Layers(images, self._lazy, self.request)
+        self.layers = Layers(images, self._lazy, self.request)
         self._first_reads = FirstReads(self._lazy, images)
         self._create_timeout_s = REQUEST_TIMEOUT_S + reader.wait_s  # its programs may have to wait for the store
-        self._weaken = weaken
+        self._weaken = host.weaken
         self.slots = ContainerSlots(self.request)
         self.zygotes = Zygotes(self)
         self.memory = Memory(state_dir, BINARIES / "barchan-criu.so")
-        self.pager = Pager(state_dir, lambda i: self._counters(i).guest, lambda i, why: self.on_unavailable([i], why))
+        self.pager = Pager(state_dir, lambda i: self._counters(i).guest, lambda i, why: self._say_unavailable([i], why))
 
     def probe(self) -> Sequence[Requirement]:
         return probe.requirements(self._state_dir)
@@ -203,7 +201,7 @@ class ContainerBackend:
         self._cgroup = hello.get("cgroup")
         self.capabilities = replace(self.capabilities, memory_snapshot=await self.memory.is_possible())
         self._found_layers = await self._listed("layers", "layer")
-        self._layers.adopt(self._found_layers)
+        self.layers.adopt(self._found_layers)
 
     async def _greeted(self) -> wire.Message:
         self._client = SupervisorClient.connect(self._socket, self._told)
@@ -217,34 +215,16 @@ class ContainerBackend:
         if missing:
             lines = "; ".join(f"{item.name}: {item.found} ({item.remedy})" for item in missing)
             raise RequirementMissing(f"this host can't run containers yet: {lines}")
-        free_mib = shutil.disk_usage(self._state_dir).free >> 20
-        process = await asyncio.create_subprocess_exec(
-            BINARIES / "barchan-supervisor",
-            *("--socket", self._socket),
-            *("--pool", self._state_dir / "pool.img"),
-            *("--pool-mib", str(min(POOL_MIB_MAX, max(1024, int(free_mib * POOL_SHARE))))),
-            *("--cgroup", self._name),
-            *("--init", BINARIES / "barchan-init"),
-            *("--orphan-grace-s", str(ORPHAN_GRACE_S)),
-            *("--log", self._state_dir / "supervisor.log"),
-            *(f"--{name}" for name in self._weaken),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        async with asyncio.timeout(60):
-            line = (await process.stdout.readline()).decode().strip()
-        if line != "ready":
-            await process.wait()
-            log = self._state_dir / "supervisor.log"
-            raise RequirementMissing(f"the supervisor did not start: {line or 'no reason given'}; see {log}")
+        await spawn(self._state_dir, self._name, self._weaken)
 
     def adopted(self) -> None:
         self._lazy.start(self._found_layers)
         self.zygotes.adopted()
         self.memory.adopted()
         self.pager.adopted(self._handles)
+
+    def _say_unavailable(self, ids: Sequence[str], cause: str) -> None:
+        self.on_unavailable([guest_of(sandbox_id) for sandbox_id in ids], cause)
 
     def _unavailable(self, wanted: Unavailable) -> None:
         """First nothing of the sandbox may run again; then it is said why; then the read may fail."""
@@ -257,11 +237,11 @@ class ContainerBackend:
             ids = [sandbox_id for sandbox_id, layers in self._uses.items() if wanted.layer in layers]
         for sandbox_id in ids:
             kill(self._counters(sandbox_id).guest)
-        self.on_unavailable(ids, f"layer {wanted.layer[:12]}: {wanted.cause}")
+        self._say_unavailable(ids, f"layer {wanted.layer[:12]}: {wanted.cause}")
 
     async def end_if_starved(self, sandbox_id: str, within_s: float) -> bool:
         """See `Handle.end_if_starved`."""
-        if not self._layers.any_lazy(self._uses.get(sandbox_id, ())):
+        if not self.layers.any_lazy(self._uses.get(sandbox_id, ())):
             return False
         try:
             async with asyncio.timeout(STARVED_ANSWER_S):
@@ -272,7 +252,7 @@ class ContainerBackend:
             return False
         kill(self._counters(sandbox_id).guest)
         waited_s = max(waited_s, waiting_s)
-        self.on_unavailable([sandbox_id], f"its reads have waited {waited_s:.1f} s of {within_s:g} s for their store")
+        self._say_unavailable([sandbox_id], f"its reads have waited {waited_s:.1f} s of {within_s:g} s for their store")
         return True
 
     async def create(
@@ -312,7 +292,7 @@ class ContainerBackend:
     ) -> ContainerHandle:
         """Ask the supervisor for a sandbox, new or restored, and greet its init."""
         above: dict[str, Any] = more if cut is None else {**more, "cut": cut}
-        async with self._layers.mounted(template.layers) as fresh:
+        async with self.layers.mounted(template.layers) as fresh:
             self._first_reads.begin(template, fresh)
             request = asyncio.create_task(
                 self.slots.start(
@@ -396,7 +376,7 @@ class ContainerBackend:
         return sock
 
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
-        await self._layers.unmount(digests)
+        await self.layers.unmount(digests)
 
     async def remove_cut(self, name: str) -> None:
         await (await self.cutter()).remove(name)
@@ -413,7 +393,11 @@ class ContainerBackend:
             return self._cutter
 
     async def found(self) -> list[str]:
-        return self.zygotes.found([value.split(":", 1)[0] for value in await self._listed("list", "sandbox")])
+        return self.zygotes.found([sandbox_id for sandbox_id in await self.found_all() if not is_outer(sandbox_id)])
+
+    async def found_all(self) -> list[str]:
+        """Ids of all that are alive, those that hold a guest of another backend and those of zygotes, too."""
+        return [value.split(":", 1)[0] for value in await self._listed("list", "sandbox")]
 
     async def _listed(self, op: str, key: str) -> list[str]:
         """The values of every page of a list."""
@@ -429,10 +413,10 @@ class ContainerBackend:
 
     async def discard(self, sandbox_id: str) -> None:
         (await self.request("destroy", id=sandbox_id)).close()
-        if not self._layers.unwanted:
+        if not self.layers.unwanted:
             return
         try:
-            await self._layers.unmount(tuple(self._layers.unwanted))
+            await self.layers.unmount(tuple(self.layers.unwanted))
         except BarchanError as error:  # the sandbox is gone all the same, and every minute they are asked for again
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "unmounting the layers of removed images failed", "exception": error}
@@ -471,7 +455,7 @@ class ContainerBackend:
         await self.zygotes.close()
         await self.pager.close()
         await self._close_cutter()
-        await self._layers.close()
+        await self.layers.close()
         await self._first_reads.close()
         await self._lazy.close()
         for handle in list(self._handles.values()):
@@ -487,7 +471,7 @@ class ContainerBackend:
 
     async def shutdown(self) -> None:
         await self._close_cutter()  # or the pool would outlive the supervisor
-        await self._layers.close()
+        await self.layers.close()
         await self._first_reads.close()
         await self._lazy.close()  # or it would want another reader when the supervisor lets go of the first
         (await self.request("shutdown")).close()

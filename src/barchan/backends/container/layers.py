@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Protocol
 
 from barchan.backends.container.lazy import LazyReader
@@ -14,6 +15,7 @@ from barchan.errors import BackendError, BarchanError
 from barchan.image.store import ImageStore
 from barchan.image.template import Layer
 
+HOST_PREFIX = "host-"  # of the names of directories of this host
 IDLE_S = 600.0  # that a lazily kept layer stays mounted, and its metadata in the cache, while nobody uses it
 
 
@@ -47,6 +49,7 @@ class Layers:
         self._mounts: dict[str, _Mount] = {}
         self._going: dict[str, asyncio.Task[bool]] = {}
         self._starting: Counter[str] = Counter()  # creates under way that need them
+        self._host: dict[str, Path] = {}  # directories of this host, by the name that stands for a digest
         self.unwanted: set[str] = set()  # without an image, while a sandbox uses them
 
     def adopt(self, digests: Iterable[str]) -> None:
@@ -56,6 +59,23 @@ class Layers:
             made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             made.set_result(None)
             self._mounts[digest] = _Mount(made, is_lazy=digest in served)
+
+    def add_host(self, name: str, path: Path) -> Layer:
+        """A directory of this host, as a layer of outers. It must not change."""
+        digest = f"{HOST_PREFIX}{name}"
+        self._host[digest] = path
+        return Layer(digest, "dir")
+
+    async def drop_host(self, name: str) -> bool:
+        """Let go of one; False: a container uses it, or is about to."""
+        digest = f"{HOST_PREFIX}{name}"
+        if self._starting[digest] or (digest in self._mounts and not await self._free(digest)):
+            return False
+        self._host.pop(digest, None)
+        return True
+
+    async def _free(self, digest: str) -> bool:
+        return await self._let_go(digest, is_lazy=False, keeps_data=False)
 
     def any_lazy(self, digests: Iterable[str]) -> bool:
         """Whether one of them is read on demand."""
@@ -103,7 +123,8 @@ class Layers:
             del self._mounts[digest]
 
     async def _mount(self, layer: Layer) -> None:
-        digest, path = layer.digest, self._images.layer_path(layer)
+        digest = layer.digest
+        path = self._host.get(digest) or self._images.layer_path(layer)
         if layer.kind != "lazy":
             (await self._ask("layer", digest=digest, type=layer.kind, path=os.fspath(path))).close()
             return
@@ -141,7 +162,9 @@ class Layers:
         """Of which layers the reader keeps something, and which have no image. It looks at many files."""
         known = self._lazy.known
         return known, {
-            digest for digest in (digests | known if is_all else digests) if not self._images.has_layer(digest)
+            digest
+            for digest in (digests | known if is_all else digests)
+            if not digest.startswith(HOST_PREFIX) and not self._images.has_layer(digest)
         }
 
     def _is_idle(self, digest: str) -> bool:

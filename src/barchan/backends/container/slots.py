@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from barchan.backends.base import SlotCounts
 from barchan.backends.container.supervisor import Answer
 from barchan.errors import BootFailed, NotFound
+from barchan.image.template import Template
 from barchan.model.sandbox import SandboxSpec
 from barchan.wire import supervisor as wire
 
@@ -40,7 +41,7 @@ class ContainerSlots:
             self._ready.pop(sandbox_id, None)
             self._lent.discard(sandbox_id)
 
-    def take(self, spec: SandboxSpec) -> str | None:
+    def take(self, spec: SandboxSpec, template: Template) -> str | None:
         if not self._ready or spec.root != "plain" or spec.cpu_class != "latency" or spec.zygote is not None:
             return None
         sandbox_id, _ = self._ready.popitem()  # the newest: most of it is still in the processors' caches

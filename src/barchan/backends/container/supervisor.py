@@ -4,15 +4,51 @@ import array
 import asyncio
 import itertools
 import os
+import shutil
 import socket
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from barchan.errors import BackendError, BootFailed, ConnectionLost, NotFound
+from barchan.errors import BackendError, BootFailed, ConnectionLost, NotFound, RequirementMissing
 from barchan.wire import supervisor as wire
 
 REQUEST_TIMEOUT_S = 60.0
+SOCKET = "supervisor.sock"
+ORPHAN_GRACE_S = 30
+POOL_SHARE = 0.5  # of the free disk; the file is sparse
+POOL_MIB_MAX = 256 << 10
+BINARIES = Path(__file__).parents[2] / "_guest"
+
+
+async def spawn(state_dir: Path, name: str, weaken: Sequence[str]) -> None:
+    """Start the supervisor of a node, and wait until it listens.
+
+    Raises:
+        RequirementMissing: It did not come up; says why.
+    """
+    free_mib = shutil.disk_usage(state_dir).free >> 20
+    log = state_dir / "supervisor.log"
+    process = await asyncio.create_subprocess_exec(
+        BINARIES / "barchan-supervisor",
+        *("--socket", state_dir / SOCKET),
+        *("--pool", state_dir / "pool.img"),
+        *("--pool-mib", str(min(POOL_MIB_MAX, max(1024, int(free_mib * POOL_SHARE))))),
+        *("--cgroup", name),
+        *("--init", BINARIES / "barchan-init"),
+        *("--orphan-grace-s", str(ORPHAN_GRACE_S)),
+        *("--log", log),
+        *(f"--{protection}" for protection in weaken),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        line = (await process.stdout.readline()).decode().strip()
+    if line != "ready":
+        await process.wait()
+        raise RequirementMissing(f"the supervisor did not start: {line or 'no reason given'}; see {log}")
 
 
 class Answer:

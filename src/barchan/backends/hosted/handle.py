@@ -1,0 +1,168 @@
+"""One sandbox whose guest lives inside a container: what is asked of the guest goes in, the rest is the outer's."""
+
+import asyncio
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from barchan.backends.base import Activity, Ended
+from barchan.backends.container.backend import ContainerHandle
+from barchan.backends.guest import GuestConnection, GuestProcess, init_died
+from barchan.errors import BackendError, BarchanError, InitDied, InvalidSpec
+from barchan.model.sandbox import SandboxStats
+from barchan.model.snapshot import MemoryRecord
+from barchan.wire import guest as wire
+
+RECONNECT_S = 10.0
+RECONNECT_POLL_S = 0.02
+
+
+class HostedHandle:
+    """See `backends.base.Handle`. A backend's own adds `connect` and what its guest can do besides.
+
+    Args:
+        guest: The connection to the guest's init.
+        runner: The program in the outer that is the guest: at its end so is the sandbox.
+    """
+
+    def __init__(self, sandbox_id: str, outer: ContainerHandle, guest: GuestConnection, runner: GuestProcess) -> None:
+        self.sandbox_id = sandbox_id
+        self.outer = outer
+        self.guest = guest
+        self.runner = runner
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._recovering: asyncio.Task[None] | None = None
+        guest.on_lost = self.recover
+        outer.ended.add_done_callback(self._outer_ended)
+        runner.ended.add_done_callback(self._runner_ended)
+
+    async def connect(self) -> socket.socket:
+        """A new connection to the guest's init, on which it was greeted.
+
+        Raises:
+            ConnectionLost, TimeoutError: It can't be had now.
+        """
+        raise NotImplementedError
+
+    @property
+    def listener(self) -> socket.socket | None:
+        """See `Handle.listener`."""
+        return self.outer.listener
+
+    @property
+    def netns(self) -> int | None:
+        """See `Handle.netns`."""
+        return self.outer.netns
+
+    # ends
+
+    def _outer_ended(self, ended: "asyncio.Future[Ended]") -> None:
+        if not ended.cancelled():
+            self.tell_end(ended.result())
+
+    def _runner_ended(self, ended: "asyncio.Future[wire.Exit]") -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            self.tell_end(Ended(wstatus=ended.result().wstatus, oom_kills=self.oom_kills()))
+
+    def tell_end(self, end: Ended) -> None:
+        """The guest is gone without having been asked to."""
+        if not self.ended.done():
+            self.ended.set_result(end)
+            self.guest.guest_gone(init_died(self.sandbox_id, end.wstatus))
+
+    def recover(self) -> None:
+        """The connection went, though perhaps the guest did not."""
+        if self._recovering is None or self._recovering.done():
+            self._recovering = asyncio.get_running_loop().create_task(self._reconnect())
+
+    async def _reconnect(self) -> None:
+        until = asyncio.get_running_loop().time() + RECONNECT_S
+        while not self.ended.done():
+            try:
+                return await self.guest.reconnect(await self.connect())
+            except (BarchanError, OSError, TimeoutError) as error:
+                if asyncio.get_running_loop().time() > until:
+                    self.guest.guest_gone(InitDied(f"the init of {self.sandbox_id} can't be reached any more: {error}"))
+                    return
+            await asyncio.sleep(RECONNECT_POLL_S)
+
+    async def destroy(self) -> None:
+        """See `Handle.destroy`."""
+        self.guest.close()
+        if self._recovering is not None:
+            self._recovering.cancel()
+        await self.outer.destroy()
+
+    # rest
+
+    async def freeze(self) -> None:
+        """See `Handle.freeze`; the init stands still, too."""
+        await self.guest.request(wire.hold)
+        try:
+            await self.outer.freeze()
+        except BaseException:
+            await asyncio.shield(self._release(0.0))
+            raise
+        self.guest.at_work.clear()
+
+    async def thaw(self, frozen_s: float) -> None:
+        """See `Handle.thaw`."""
+        await self.outer.thaw(frozen_s)
+        await asyncio.shield(self._release(frozen_s))
+        self.guest.at_work.set()
+
+    async def _release(self, frozen_s: float) -> None:
+        await self.guest.request(lambda tag: wire.thaw(tag, int(frozen_s * 1e9)))
+
+    async def page_out(self) -> int:
+        """See `Handle.page_out`."""
+        return await self.outer.page_out()
+
+    def activity(self) -> Activity:
+        """See `Handle.activity`. What a guest's programs wait for can't be seen from outside it."""
+        return Activity(has_programs=bool(self.guest.running), waits_for_client=False, cpu_s=self.stats().cpu_s)
+
+    # files and memory
+
+    async def pack(self, target: Path) -> None:
+        """See `Handle.pack`."""
+        await self.outer.pack(target)
+
+    async def pack_cut(self, name: str, target: Path) -> None:
+        """See `Handle.pack_cut`."""
+        await self.outer.pack_cut(name, target)
+
+    async def cut(self, name: str) -> None:
+        """See `Handle.cut`."""
+        await self.outer.cut(name)
+
+    async def dump(self, target: Path, *, keep: bool) -> MemoryRecord:
+        """See `Handle.dump`. One whose backend declares no memory snapshots is never asked."""
+        raise BackendError(f"the memory of {self.sandbox_id} can't be stored by its backend")
+
+    async def warm(self) -> str:
+        """See `Handle.warm`."""
+        raise InvalidSpec(f"{self.sandbox_id} has no warm interpreter")
+
+    async def platform_leaf(self) -> None:
+        """See `Handle.platform_leaf`. Its init has one from the start."""
+
+    # facts
+
+    async def end_if_starved(self, within_s: float) -> bool:
+        """See `Handle.end_if_starved`."""
+        return await self.outer.end_if_starved(within_s)
+
+    def oom_kills(self) -> int:
+        """See `Handle.oom_kills`: of what runs the guest."""
+        with suppress(FileNotFoundError):  # it has ended, and its group went with it
+            return self.outer.oom_kills()
+        return 0
+
+    def host_kills(self) -> int:
+        """See `Handle.host_kills`."""
+        return self.outer.host_kills()
+
+    def stats(self) -> SandboxStats:
+        """See `Handle.stats`: of what runs the guest."""
+        return self.outer.stats()
