@@ -70,8 +70,9 @@ def _moto() -> str:
 
 def _criu() -> str:
     from barchan.backends.container import criu
+    from barchan.backends.tools import SHARED_STATE_DIR
 
-    return "" if criu.find(criu.SHARED_STATE_DIR) else "no CRIU of version 4 (barchan tools install criu)"
+    return "" if criu.find(SHARED_STATE_DIR) else "no CRIU of version 4 (barchan tools install criu)"
 
 
 def _static_libc() -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from obstore.store import MemoryStore
 
+from barchan.backends import tools
 from barchan.backends.container import criu
 from barchan.errors import BlobCorrupt, Conflict, InvalidSpec, NotFound, SnapshotCorrupt
 from barchan.image.blobs import BlobStore
@@ -92,7 +93,7 @@ def test_a_process_killed_while_it_packs_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.requires("root", "cgroup", "criu")
 async def test_a_real_program_comes_back_from_its_file(tmp_path: Path) -> None:
     """What CRIU dumped is the same after packing, also on top of an earlier dump, and the program goes on from it."""
-    found = criu.find(criu.SHARED_STATE_DIR)
+    found = criu.find(tools.SHARED_STATE_DIR)
     assert found is not None
     ground, shelf = Ground("store", found.command), opened_shelf(tmp_path / "shelf")
     with closing(ground):

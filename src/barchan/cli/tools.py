@@ -1,12 +1,15 @@
 """`barchan tools`: programs of other projects that Barchan uses, kept in its own directory."""
 
 import sys
+from importlib import import_module
 from typing import Literal
 
 from cyclopts import App
 
 from barchan.cli.common import DEFAULTS, OK, Common, print_json
 from barchan.cli.progress import progress
+
+INSTALLERS = {"criu": "barchan.backends.container.criu_install"}
 
 app = App(name="tools", help_format="plaintext")
 
@@ -15,8 +18,8 @@ app = App(name="tools", help_format="plaintext")
 def install(tool: Literal["criu"], *, common: Common = DEFAULTS) -> int:
     """Install a program that is not in every distribution, or not in a version that runs here.
 
-    Needs root and a Debian mirror in reach, and takes about 20 seconds; where it
-    is installed already, it does nothing.
+    Needs root and a Debian mirror in reach, and takes half a minute or so; where
+    it is installed already, it does nothing.
 
     For example:
 
@@ -25,13 +28,14 @@ def install(tool: Literal["criu"], *, common: Common = DEFAULTS) -> int:
     Args:
         tool: criu: stores the memory of sandboxes, for hibernation and forks.
     """
-    from barchan.backends.container import criu, criu_install
+    from barchan.backends import tools
 
-    directory = common.local_state_dir / criu.TOOL
     with progress(f"installing {tool}") as say:
-        found = criu_install.install(directory, say)
+        found: tools.Installed = import_module(INSTALLERS[tool]).install(
+            common.local_state_dir / tools.FOLDER / tool, say
+        )
     if common.json:
-        print_json({"tool": tool, "version": found.version, "path": str(directory / tool)})
+        print_json({"tool": tool, "version": found.version, "path": str(found.path)})
     else:
-        sys.stdout.write(f"{tool} {found.version} in {directory}\n")
+        sys.stdout.write(f"{tool} {found.version} in {found.path}\n")
     return OK

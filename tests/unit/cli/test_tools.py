@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from barchan.backends import tools
 from barchan.backends.container import criu
 from barchan.cli.main import main
 
@@ -12,13 +13,13 @@ from barchan.cli.main import main
 @pytest.mark.requires("criu")
 def test_what_is_installed_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At once, without root or a mirror; the answer says where it is and that it runs."""
-    command = criu.installed(criu.SHARED_STATE_DIR / criu.TOOL)
+    command = criu.installed(tools.SHARED_STATE_DIR / tools.FOLDER / "criu")
     if not command:
         pytest.skip("criu: none was installed by barchan")
-    (tmp_path / "tools").symlink_to(criu.SHARED_STATE_DIR / "tools")
+    (tmp_path / "tools").symlink_to(tools.SHARED_STATE_DIR / tools.FOLDER)
     assert main(["tools", "install", "criu", "--state-dir", str(tmp_path), "--json"]) == 0
     said = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])
-    assert said["path"] == str(tmp_path / "tools/criu/criu")
+    assert said["path"] == str(tmp_path / "tools/criu")
     assert int(said["version"].split(".")[0]) >= criu.MAJOR_MIN
 
 

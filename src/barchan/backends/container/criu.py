@@ -9,8 +9,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-TOOL = "tools/criu"  # in a state directory
-SHARED_STATE_DIR = Path("/var/lib/barchan")
+from barchan.backends.tools import places
+
 MAJOR_MIN = 4
 VERSION_TIMEOUT_S = 20.0
 REASON_CHARS_MAX = 300
@@ -63,7 +63,7 @@ def installed(directory: Path) -> tuple[str, ...]:
 
 def find(state_dir: Path) -> Criu | None:
     """The CRIU of this host, asked for its version; None where there is none of 4.0 or later. Blocks for some 20 ms."""
-    candidates = [installed(directory / TOOL) for directory in (state_dir, SHARED_STATE_DIR)]
+    candidates = [installed(directory) for directory in places(state_dir, "criu")]
     on_path = shutil.which("criu", path="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
     candidates += [(on_path,)] if on_path else []
     for command in filter(None, candidates):

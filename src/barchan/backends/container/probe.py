@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from barchan.backends import tools
 from barchan.backends.container import criu
 from barchan.model.node import Requirement
 
@@ -53,7 +54,7 @@ TRIED: dict[str, tuple[str, str, str, str]] = {
 }  # fmt: skip
 
 
-def requirements(state_dir: Path = criu.SHARED_STATE_DIR) -> list[Requirement]:
+def requirements(state_dir: Path = tools.SHARED_STATE_DIR) -> list[Requirement]:
     """Everything checked on this host, what the container backend can't do without first.
 
     Those with `needed_for == "container"` decide whether it is usable. Takes about 0.1 s and leaves nothing behind.
