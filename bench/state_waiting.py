@@ -3,8 +3,9 @@
     sudo python -m bench.state_waiting --tasks 8 --group 16 --step-s 2 --out waiting.json --picture waiting.png
 
 The model is a stub that sleeps and then does what is known to be good: it starts a Python that has imported and
-parsed things and stays, asks it twice, and hands the known solution in. Sampled twice a second: memory charged to
-the sandboxes, what of it is resident, processes' CPU time, and how many sandboxes are in each phase.
+parsed things and stays, looks after it a dozen times, and hands the known solution in. Sampled twice a second: memory
+charged to the sandboxes and what compressed memory takes for them, processes' CPU time, and how many sandboxes are
+in each phase.
 """
 
 import argparse
@@ -29,17 +30,16 @@ from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import Task
 from barchan.rollout.tasksets import humaneval
 from bench.state_common import mib, say, table
-from bench.state_resume import zram
+from bench.state_resume import zram, zram_bytes
 from scripts.own_node import OwnNode, own_node
 
 SAMPLE_S = 0.5
-TURNS = 4  # work, two looks, and what is handed in
 WORK = (
     'python3 -c "import ast,glob,json,sqlite3,unittest,asyncio,time; '
-    "kept=[ast.parse(open(p).read()) for p in sorted(glob.glob('/usr/lib/python3*/*.py'))[:60]]; "
+    "kept=[ast.parse(open(p).read()) for p in sorted(glob.glob('/usr/lib/python3*/*.py'))[:15]]; "
     "open('pid','w').write('up'); time.sleep(3600)\" & while [ ! -e pid ]; do sleep 0.05; done; echo up"
 )
-LOOK = "test -e pid && python3 -c 'print(6 * 7)'"
+LOOK = "test -e pid && echo up"
 
 
 class Sample(Struct, frozen=True, kw_only=True):
@@ -70,14 +70,15 @@ class SlowOracle:
 
     name = "slow-oracle"
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, looks: int) -> None:
         self._step_s = step_s
+        self._looks = looks
 
     async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
         await asyncio.sleep(self._step_s)
         work = [
             ToolCall(name="bash", arguments=msgspec.json.encode({"command": text}).decode())
-            for text in (WORK, LOOK, LOOK)
+            for text in (WORK, *[LOOK] * self._looks)
         ]
         script = [*work, *task.oracle]
         turn = observation.turn
@@ -98,7 +99,7 @@ class Told:
 
 
 def counters(own: OwnNode) -> tuple[int, float]:
-    """Bytes charged to the node's sandboxes, and their CPU seconds so far."""
+    """Bytes that the node's sandboxes take, and their CPU seconds so far."""
     memory, cpu = 0, 0.0
     for root in own.cgroup_dirs():
         usage = root / "memory.usage_in_bytes"
@@ -107,7 +108,7 @@ def counters(own: OwnNode) -> tuple[int, float]:
         for line in (root / "cpu.stat").read_text().splitlines() if (root / "cpu.stat").exists() else ():
             if line.startswith("usage_usec"):
                 cpu = int(line.split()[1]) / 1e6
-    return memory, cpu
+    return memory + zram_bytes(), cpu
 
 
 async def watch(own: OwnNode, client: barchan.AsyncClient, samples: list[Sample]) -> None:
@@ -123,7 +124,8 @@ async def watch(own: OwnNode, client: barchan.AsyncClient, samples: list[Sample]
 
 async def play(arguments: argparse.Namespace, *, tiers: bool) -> Played:
     tasks = [
-        replace(task, limits=replace(task.limits, turns_max=TURNS)) for task in humaneval.load()[: arguments.tasks]
+        replace(task, limits=replace(task.limits, turns_max=arguments.looks + 2))
+        for task in humaneval.load()[: arguments.tasks]
     ]
     records: list[RolloutRecord] = []
     samples: list[Sample] = []
@@ -134,7 +136,9 @@ async def play(arguments: argparse.Namespace, *, tiers: bool) -> Played:
                 run_id=f"waiting-{'on' if tiers else 'off'}", template="debian", group=arguments.group,
                 concurrency=arguments.tasks * arguments.group, graders=8, memory_mib=256,
             )  # fmt: skip
-            runner = Runner(Told(client, waiting), tasks, SlowOracle(arguments.step_s), settings, records.append)
+            runner = Runner(
+                Told(client, waiting), tasks, SlowOracle(arguments.step_s, arguments.looks), settings, records.append
+            )
             watcher = asyncio.create_task(watch(own, client, samples))
             began = time.monotonic()
             await runner.run()
@@ -195,6 +199,7 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=8)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--step-s", type=float, default=2.0)
+    parser.add_argument("--looks", type=int, default=12, help="steps between the first and what is handed in")
     parser.add_argument("--after-s", type=float, default=0.5, help="quiet time after which a sandbox is paged out")
     parser.add_argument("--zram-mib", type=int, default=8192, help="swap in compressed memory; 0: none is made")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
