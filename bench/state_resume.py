@@ -36,6 +36,11 @@ class Tier(Struct, frozen=True, kw_only=True):
     freed_bytes: int
 
 
+def zram_bytes() -> int:
+    """That compressed memory takes on this host now."""
+    return sum(int(path.read_text().split()[2]) for path in Path("/sys/block").glob("zram*/mm_stat"))
+
+
 @contextlib.contextmanager
 def zram(size_mib: int) -> Iterator[None]:
     """Swap in compressed memory for the time of a benchmark."""
@@ -45,7 +50,7 @@ def zram(size_mib: int) -> Iterator[None]:
     control = Path("/sys/class/zram-control")
     number = int((control / "hot_add").read_text())
     try:
-        Path(f"/sys/block/zram{number}/comp_algorithm").write_text("lz4")
+        Path(f"/sys/block/zram{number}/comp_algorithm").write_text("lzo-rle")  # smaller than lz4
         Path(f"/sys/block/zram{number}/disksize").write_text(f"{size_mib}M")
         run_quietly("mkswap", f"/dev/zram{number}")
         run_quietly("swapon", "--discard", f"/dev/zram{number}")
