@@ -9,7 +9,7 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state clean
+.PHONY: setup check test bench rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state inspect-check clean
 
 setup:
 	@scripts/setup.sh
@@ -83,6 +83,10 @@ bench-state:
 	$(BIN)/python -m bench.state_density --way zygote --count 3000 --out $(out)/zygote.json
 	$(BIN)/python -m bench.state_density --way hibernated --count 10000 --out $(out)/hibernated.json
 	$(BIN)/python -m bench.state_kills --times 50 --out $(out)/kills.json
+
+# inspect_ai's own self-check and a small evaluation, in sandboxes of each backend; BACKENDS="container gvisor" for some.
+inspect-check: setup
+	$(BIN)/python scripts/inspect_check.py $(addprefix --backend ,$(or $(BACKENDS),container gvisor microvm))
 
 clean:
 	rm -rf build dist src/barchan/_guest .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""How programs of other projects use Barchan: one folder per project."""
