@@ -43,8 +43,7 @@ class Common:
     @property
     def local_state_dir(self) -> Path:
         """The state directory on this machine."""
-        given = self.state_dir or os.environ.get("BARCHAN_STATE_DIR")
-        return Path(given).absolute() if given else default_state_dir()
+        return self.state_dir.absolute() if self.state_dir is not None else default_state_dir()
 
     @property
     def node_url(self) -> str | None:

@@ -3,9 +3,10 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
-from cyclopts import App
+from cyclopts import App, Parameter
 
 import barchan
 from barchan.cli.common import (
@@ -23,6 +24,7 @@ from barchan.cli.common import (
     seconds_of,
 )
 from barchan.cli.image_build import build_app
+from barchan.cli.image_disk import app as disk_app
 from barchan.cli.image_rebase import rebase
 from barchan.cli.image_transfer import pull, push
 from barchan.cli.progress import progress
@@ -32,6 +34,7 @@ from barchan.image.store import DIGEST_PREFIX_MIN, ImageStore, image_info
 from barchan.image.tree import LayerNode, forest
 from barchan.image.verify import Damage, verify
 from barchan.model.gc import GcReport, GcRequest
+from barchan.model.image import ASLEEP_PREFIX
 from barchan.model.node import LayerInfo
 from barchan.sdk.embedded import listens
 
@@ -39,6 +42,7 @@ app = App(name="image", help_format="plaintext")
 # A command that lives in a module of its own needs its import and a line here; what is slow to import, it imports in
 # its function.
 app.command(build_app)
+app.command(disk_app)
 app.command(pull)
 app.command(push)
 app.command(rebase)
@@ -58,8 +62,13 @@ def _has_node(common: Common) -> bool:
 
 
 @app.command(name="list")
-def list_(*, tree: bool = False, common: Common = DEFAULTS) -> int:
+def list_(
+    *, tree: bool = False, all_: Annotated[bool, Parameter(name="--all")] = False, common: Common = DEFAULTS
+) -> int:
     """List the images of this machine, or of the node of --url.
+
+    Those that hold what hibernated sandboxes have written go with them, and
+    are left out without --all.
 
     SHARED is what of an image's size other images have, too. With --tree:
     the layers, the lowest first, under each those that lie on it, with the
@@ -71,7 +80,8 @@ def list_(*, tree: bool = False, common: Common = DEFAULTS) -> int:
         barchan image list --tree
 
     Args:
-        tree: Show the layers as a tree.
+        tree: Show the layers as a tree, with all images.
+        all_: Show those of hibernated sandboxes, too.
     """
     if tree:
         return _print_tree(_store(common), common)
@@ -82,6 +92,7 @@ def list_(*, tree: bool = False, common: Common = DEFAULTS) -> int:
     else:
         images = _store(common).list()
         sources = {template.name: template.source for template in _store(common).templates()}
+    images = [image for image in images if all_ or not image.name.startswith(ASLEEP_PREFIX)]
     if common.json:
         print_json(images)
         return OK

@@ -35,7 +35,13 @@ class NodeMemory(Struct, frozen=True, kw_only=True):
 
 
 class NodeInfo(Struct, frozen=True, kw_only=True):
-    """A node's identity and load. `store`: the URL of the blob store it has images from; empty: none."""
+    """A node's identity and load.
+
+    Attributes:
+        sandboxes_running: Those that have processes here; `sandboxes_paused` of them stand still.
+        sandboxes_hibernated: Those that are on its disk, beside them.
+        store: The URL of the blob store it has images from; empty: none.
+    """
 
     node_id: str
     version: str
@@ -53,6 +59,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     backends: tuple[str, ...]
     store: str = ""
     memory: NodeMemory | None = None
+    sandboxes_paused: int = 0
+    sandboxes_hibernated: int = 0
 
 
 class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,7 +68,7 @@ class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         sandboxes_max: At once, with those on their way.
-        memory_mib_max: Sum of the memory limits of those.
+        memory_mib_max: Sum of the memory limits of those that are not on disk; what a wake adds may go beyond it.
         sandbox_s_max: Seconds that its sandboxes live, all added up; then they end, and no other starts.
     """
 
@@ -70,7 +78,10 @@ class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LeaseUse(Struct, frozen=True, kw_only=True):
-    """What a lease has used of its budget: `sandboxes` and `memory_mib` now, `sandbox_s` since it was opened."""
+    """What a lease has used of its budget: `sandboxes` and `memory_mib` now, `sandbox_s` since it was opened.
+
+    Those on disk take no memory.
+    """
 
     sandboxes: int = 0
     memory_mib: int = 0

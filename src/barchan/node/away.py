@@ -40,6 +40,13 @@ def store_of(sandboxes: "Sandboxes") -> BlobStore:
     return sandboxes.templates.remote.blobs
 
 
+def unknown(sandboxes: "Sandboxes", sandbox_id: str) -> NotFound:
+    """What whoever asks for a sandbox that never was here is told: it may lie in the store."""
+    adopt = "client.adopt(id) or `barchan resume --adopt ID`, if another node has sent it to the blob store"
+    hint = f" (try: {adopt})" if sandboxes.templates.remote is not None else ""
+    return NotFound(f"no sandbox {sandbox_id} on this node{hint}", sandbox_id=sandbox_id)
+
+
 async def push(sandboxes: "Sandboxes", live: Live) -> None:
     """Send a hibernated sandbox to the store, from where any node may take it; it stays here as well.
 

@@ -124,6 +124,7 @@ async def store(sandboxes: "Sandboxes", live: Live, check: Callable[[], None]) -
         own_layers=len(template.layers) - template.base_layers,  # some may have been merged
         frozen_s=frozen_s,
         memory_bytes=live.rest.memory_bytes,
+        cpu_s=live.stats().cpu_s,
     )
     if stored.memory_bytes >= LATE_BYTES_MIN:
         sandboxes.tasks.spawn(backend.pager.start())  # its way back will want it, and should not wait for its start
@@ -143,6 +144,7 @@ async def _put_down(sandboxes: "Sandboxes", live: Live, storing: _Storing, store
     live.phase = next_phase(live.phase, Fact.MEMORY_STORED)
     live.rest.stored, live.rest.tier, live.rest.refused = stored, "hibernated", ""
     live.rest.freed_bytes += stored.memory_bytes
+    sandboxes.leases.stand_still(live.spec.lease_id, live.sandbox_id, on_disk=True)
     sandboxes.tiers.stored += 1
     older, live.rest.images = live.rest.images, {storing.image}
     try:
@@ -237,8 +239,9 @@ def _count(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
             sandbox_id=live.sandbox_id,
         )
     template = replace(live.template, layers=stored.template.layers, size_bytes=stored.template.size_bytes)
-    sandboxes.journal.wake(live.sandbox_id, template, stored.own_layers)
+    sandboxes.journal.came_back(live.sandbox_id, template, stored.own_layers, stored.cpu_s)
     live.template, live.phase = template, "paused"
+    live.rest.cpu_before_s = stored.cpu_s
     live.rest.own_layers, live.rest.stored = stored.own_layers, None
     sandboxes.tiers.stored -= 1
     sandboxes.holds.woke(live.sandbox_id)
@@ -250,8 +253,8 @@ async def _let_go(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
         sandboxes.tiers.went_up(live, stored.frozen_s)
     except (BarchanError, OSError, TimeoutError) as error:  # how far it has gone on, nobody knows
         raise sandboxes.lose(live, f"init_died: it came back from disk, and could not go on: {error}") from error
-    finally:
-        await asyncio.to_thread(sandboxes.shelf.remove, stored.snapshot_id)
+    finally:  # nobody waits for that
+        sandboxes.tasks.spawn(asyncio.to_thread(sandboxes.shelf.remove, stored.snapshot_id))
 
 
 async def _hold(sandboxes: "Sandboxes", live: Live, template: Template) -> None:
@@ -276,6 +279,7 @@ async def lay_down(sandboxes: "Sandboxes", live: Live, stored: Stored, awake_s: 
     live.phase, live.rest.tier, live.rest.stored = "hibernated", "hibernated", stored
     live.rest.freed_bytes = stored.memory_bytes
     live.clock.stop()
+    sandboxes.leases.stand_still(live.spec.lease_id, live.sandbox_id, on_disk=True)
     sandboxes.tiers.stored += 1
     sandboxes.arm(live, awake_s)
     sandboxes.live[live.sandbox_id] = live

@@ -179,7 +179,7 @@ class Server(Handlers):
 
     async def stats(self, request: web.Request) -> web.StreamResponse:
         async with self.live(request) as live:
-            return reply(request, live.handle.stats())
+            return reply(request, live.stats())
 
     # processes
 

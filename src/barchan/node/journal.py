@@ -40,6 +40,7 @@ CREATE TABLE IF NOT EXISTS sandbox_rest (
     id TEXT PRIMARY KEY, asleep_s REAL NOT NULL DEFAULT 0, since_unix_s REAL, is_asked INTEGER NOT NULL DEFAULT 0,
     stored BLOB, own_layers INTEGER NOT NULL DEFAULT 0, is_published INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sandbox_used (id TEXT PRIMARY KEY, cpu_s REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 ENDED_KEPT_S = 3600.0
@@ -56,6 +57,7 @@ class Row(Struct, frozen=True, kw_only=True):
         stored: Where it is, hibernated.
         own_layers: How many of its template's layers, from the top, it has written itself.
         is_published: It is, or was, in the blob store, for other nodes to take.
+        cpu_before_s: Processor time that it had used when it came back from disk the last time.
     """
 
     sandbox_id: str
@@ -72,6 +74,7 @@ class Row(Struct, frozen=True, kw_only=True):
     stored: Stored | None = None
     own_layers: int = 0
     is_published: bool = False
+    cpu_before_s: float = 0.0
 
     @property
     def awake_s(self) -> float:
@@ -176,7 +179,8 @@ class Journal:
     def prune(self) -> None:
         """Forget what ended long ago."""
         self._db.execute("DELETE FROM sandbox WHERE ended_unix_s < ?", (time.time() - ENDED_KEPT_S,))
-        self._db.execute("DELETE FROM sandbox_rest WHERE id NOT IN (SELECT id FROM sandbox)")
+        for table in ("sandbox_rest", "sandbox_used"):
+            self._db.execute(f"DELETE FROM {table} WHERE id NOT IN (SELECT id FROM sandbox)")
 
     def pause(self, sandbox_id: str, *, is_asked: bool) -> None:
         """It has stopped, with its memory kept."""
@@ -220,7 +224,7 @@ class Journal:
     def take(self, sandbox_id: str, spec: SandboxSpec, template: Template, stored: Stored) -> None:
         """A sandbox of another node came from the blob store, on disk; it may have been here before."""
         with self._db:
-            for table in ("sandbox", "sandbox_rest"):
+            for table in ("sandbox", "sandbox_rest", "sandbox_used"):
                 self._db.execute(f"DELETE FROM {table} WHERE id = ?", (sandbox_id,))
             self._begin(sandbox_id, spec, template)
             self._set_phase(sandbox_id, "hibernated")
@@ -229,24 +233,33 @@ class Journal:
                 (sandbox_id, time.time(), msgspec.json.encode(stored)),
             )
 
-    def wake(self, sandbox_id: str, template: Template | None = None, own_layers: int = 0) -> None:
+    def wake(self, sandbox_id: str) -> None:
+        """It is about to run again."""
+        with self._db:
+            self._wake(sandbox_id)
+
+    def came_back(self, sandbox_id: str, template: Template, own_layers: int, cpu_s: float) -> None:
         """It is about to run again: where it was stored does not count any more.
 
         Args:
-            template: What it is made of from now on, if that has changed, with `own_layers` of its own.
+            template: What it is made of from now on, with `own_layers` of its own.
+            cpu_s: Processor time that it has used before.
         """
         with self._db:
-            self._set_phase(sandbox_id, "booting")
-            if template is not None:
-                self._db.execute(
-                    "UPDATE sandbox SET template = ? WHERE id = ?", (msgspec.json.encode(template), sandbox_id)
-                )
-                self._db.execute("UPDATE sandbox_rest SET own_layers = ? WHERE id = ?", (own_layers, sandbox_id))
             self._db.execute(
-                "UPDATE sandbox_rest SET asleep_s = asleep_s + max(0, ? - since_unix_s), since_unix_s = NULL, "
-                "is_asked = 0, stored = NULL WHERE id = ? AND since_unix_s IS NOT NULL",
-                (time.time(), sandbox_id),
+                "UPDATE sandbox SET template = ? WHERE id = ?", (msgspec.json.encode(template), sandbox_id)
             )
+            self._db.execute("UPDATE sandbox_rest SET own_layers = ? WHERE id = ?", (own_layers, sandbox_id))
+            self._db.execute("INSERT OR REPLACE INTO sandbox_used (id, cpu_s) VALUES (?, ?)", (sandbox_id, cpu_s))
+            self._wake(sandbox_id)
+
+    def _wake(self, sandbox_id: str) -> None:
+        self._set_phase(sandbox_id, "booting")
+        self._db.execute(
+            "UPDATE sandbox_rest SET asleep_s = asleep_s + max(0, ? - since_unix_s), since_unix_s = NULL, "
+            "is_asked = 0, stored = NULL WHERE id = ? AND since_unix_s IS NOT NULL",
+            (time.time(), sandbox_id),
+        )
 
     def _set_phase(self, sandbox_id: str, phase: Phase) -> None:
         """Of one that lives; those that are awake are all `booting` here."""
@@ -302,8 +315,9 @@ class Journal:
     def _rows(self, where: str, *values: str) -> list[Row]:
         query = (
             "SELECT sandbox.id, spec, template, phase, created_unix_s, create_ms, ended_unix_s, end_cause, "
-            "asleep_s, since_unix_s, is_asked, stored, own_layers, is_published "
-            "FROM sandbox LEFT JOIN sandbox_rest ON sandbox_rest.id = sandbox.id " + where
+            "asleep_s, since_unix_s, is_asked, stored, own_layers, is_published, cpu_s "
+            "FROM sandbox LEFT JOIN sandbox_rest ON sandbox_rest.id = sandbox.id "
+            "LEFT JOIN sandbox_used ON sandbox_used.id = sandbox.id " + where
         )
         return [self._row(found) for found in self._db.execute(query, values)]
 
@@ -326,4 +340,5 @@ class Journal:
             stored=msgspec.json.decode(found[11], type=Stored) if found[11] else None,
             own_layers=found[12] or 0,
             is_published=bool(found[13]),
+            cpu_before_s=found[14] or 0.0,
         )

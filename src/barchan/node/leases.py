@@ -30,7 +30,7 @@ class Lease:
         self.holders = 0
         self.ended = asyncio.Event()
         self.spent_s = spent_s  # by sandboxes that have ended
-        self.memory_mib = Summed(0)  # by sandbox, from its admission to its end
+        self.memory_mib = Summed(0)  # by sandbox, from its admission to its end; 0 of one that is on disk
         self.since = Summed(0.0)  # by sandbox, from when it was started or woken; none for those asleep
         self.before_s = Summed(0.0)  # by sandbox, until it went to sleep the last time
         self.grace: asyncio.TimerHandle | None = None
@@ -193,20 +193,24 @@ class Leases:
                 lease.since[sandbox_id] = asyncio.get_running_loop().time()
             self._watch(lease)
 
-    def stand_still(self, lease_id: str | None, sandbox_id: str) -> None:
-        """A sandbox uses no seconds while it is asleep; repeating is harmless."""
+    def stand_still(self, lease_id: str | None, sandbox_id: str, *, on_disk: bool = False) -> None:
+        """A sandbox uses no seconds while it is asleep, and `on_disk` no memory; repeating is harmless."""
         lease = self._leases.get(lease_id or "")
+        if lease is not None and on_disk and sandbox_id in lease.memory_mib:
+            lease.memory_mib[sandbox_id] = 0
         if lease is not None and (since := lease.since.pop(sandbox_id)) is not None:
             used_s = asyncio.get_running_loop().time() - since
             lease.before_s[sandbox_id] = (lease.before_s.pop(sandbox_id) or 0.0) + used_s
             self._watch(lease)
 
-    def go_on(self, lease_id: str | None, sandbox_id: str) -> None:
-        """It is awake again; repeating is harmless."""
+    def go_on(self, lease_id: str | None, sandbox_id: str, memory_mib: int) -> None:
+        """It is awake again, whatever the budget says: no wake waits for other sandboxes; repeating is harmless."""
         lease = self._leases.get(lease_id or "")
-        if lease is not None and sandbox_id in lease.memory_mib and sandbox_id not in lease.since:
-            lease.since[sandbox_id] = asyncio.get_running_loop().time()
-            self._watch(lease)
+        if lease is not None and sandbox_id in lease.memory_mib:
+            lease.memory_mib[sandbox_id] = memory_mib
+            if sandbox_id not in lease.since:
+                lease.since[sandbox_id] = asyncio.get_running_loop().time()
+                self._watch(lease)
 
     def leave(self, lease_id: str | None, sandbox_id: str) -> None:
         """A sandbox is gone; repeating is harmless."""

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from barchan.backends.base import Handle
 from barchan.errors import BackendError, BarchanError, NotFound, SandboxExpired
 from barchan.image.template import Template
-from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
+from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec, SandboxStats
 from barchan.node.clock import Clock, Timer
 from barchan.node.files import Files
 from barchan.node.network import Network
@@ -69,6 +69,11 @@ class Live:
         self.defaults = Defaults(self.spec, self.template, Network.env(self.spec))
         self.processes = Processes(handle, self.defaults, self.clock, is_new=is_new)
         self.files = Files(handle, self.processes, self.defaults)
+
+    def stats(self) -> SandboxStats:
+        """The kernel's counters, with the processor time that it had used before it was on disk."""
+        stats = self.handle.stats()
+        return replace(stats, cpu_s=stats.cpu_s + self.rest.cpu_before_s)
 
     def failure(self, error: BaseException) -> BarchanError:
         """What a create that ended so is told."""

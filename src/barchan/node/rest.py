@@ -17,6 +17,7 @@ class Stored(Struct, frozen=True, kw_only=True):
         own_layers: How many of those, from the top, are its own.
         frozen_s: For how long its guest had stood still, by the guest's own clock, when it was stored.
         memory_bytes: What it took before.
+        cpu_s: Processor time it had used by then.
     """
 
     snapshot_id: str
@@ -24,6 +25,7 @@ class Stored(Struct, frozen=True, kw_only=True):
     own_layers: int
     frozen_s: float
     memory_bytes: int
+    cpu_s: float = 0.0
 
 
 class Rest:
@@ -44,6 +46,9 @@ class Rest:
         self.can_be_stored = True  # nobody has found out otherwise since it was last awake
         self.stored: Stored | None = None
         self.own_layers = 0  # of its template: what it had written when it was hibernated
+        self.cpu_before_s = (
+            0.0  # that it had used when it came back from disk the last time; the kernel counts anew then
+        )
         self.is_published = False  # it is, or was, in the blob store
         self.images: set[str] = set()  # that keep those
         self.idle_from = 0.0  # its idle time counts from here, if it was last used earlier

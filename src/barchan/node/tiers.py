@@ -161,7 +161,7 @@ class Tiers:
         live.rest.look_at, live.rest.cpu_s = 0.0, -1.0  # one that was on disk counts its CPU anew
         live.clock.go_on(missed_s)
         live.rest.woken.set()
-        self._sandboxes.leases.go_on(live.spec.lease_id, live.sandbox_id)
+        self._sandboxes.leases.go_on(live.spec.lease_id, live.sandbox_id, live.spec.memory_mib)
 
     # going down
 

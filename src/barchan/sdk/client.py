@@ -371,8 +371,8 @@ def connect(
     Args:
         url: `http://HOST:PORT` or `unix:///PATH` of a node that was started with `barchan up`.
         token: That node's bearer token.
-        state_dir: Where the user's own node keeps its state; by default /var/lib/barchan for root, else
-            ~/.local/share/barchan.
+        state_dir: Where the user's own node keeps its state; by default what BARCHAN_STATE_DIR says, else
+            /var/lib/barchan for root and ~/.local/share/barchan for others.
         store: The blob store that the user's own node has images from: a directory, or a URL as docs/images.md has it.
     """
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from barchan.errors import InvalidSpec
 
 SYSTEM_STATE_DIR = Path("/var/lib/barchan")
+STATE_DIR_VARIABLE = "BARCHAN_STATE_DIR"
 SOCKET_NAME = "node.sock"
 _UNIX_PATH_BYTES_MAX = 107  # sun_path of sockaddr_un, less the final NUL
 
@@ -43,6 +44,9 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
 
 def default_state_dir() -> Path:
+    """The state directory of who names none: that of the environment, else this user's usual one."""
+    if given := os.environ.get(STATE_DIR_VARIABLE):
+        return Path(given).absolute()
     return SYSTEM_STATE_DIR if os.geteuid() == 0 else Path.home() / ".local/share/barchan"
 
 

@@ -17,7 +17,7 @@ from barchan.cli.common import (
     print_table,
 )
 from barchan.errors import BY_CODE, Denied, ExecFailed, InvalidSpec, NotFound, from_wire
-from barchan.sdk.endpoint import default_state_dir
+from barchan.sdk.endpoint import SYSTEM_STATE_DIR, default_state_dir, endpoint_of
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,15 @@ def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(InvalidSpec, match="not both"):
         _ = Common(url="http://x:1", state_dir=Path("/x")).connection
     assert Common(state_dir=Path("relative")).local_state_dir == Path.cwd() / "relative"
+    monkeypatch.setenv("BARCHAN_STATE_DIR", "")
+    assert Common().local_state_dir == SYSTEM_STATE_DIR if os.geteuid() == 0 else Path.home() / ".local/share/barchan"
+
+
+def test_a_program_finds_the_node_that_commands_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`barchan.connect()` looks at BARCHAN_STATE_DIR, too; an argument wins over it."""
+    monkeypatch.setenv("BARCHAN_STATE_DIR", "relative")
+    assert endpoint_of(None, None).state_dir == str(Path.cwd() / "relative")
+    assert endpoint_of(None, "/given").state_dir == "/given"
 
 
 def test_words_become_a_mapping() -> None:

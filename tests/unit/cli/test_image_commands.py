@@ -16,6 +16,7 @@ from barchan.errors import InvalidSpec
 from barchan.image.pack import Limits, pack_tree
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.template import Layer, Template, TemplateConfig
+from barchan.model.image import ASLEEP_PREFIX
 
 WEEK_S = 7 * 86_400
 
@@ -65,6 +66,16 @@ def test_list_tells_what_is_shared(store: ImageStore, capsys: pytest.CaptureFixt
     head, *rows = said(capsys, "list").splitlines()
     assert head.split()[:6] == ["NAME", "DIGEST", "SIZE", "SHARED", "AGE", "USED"]
     assert [row.split()[0] for row in rows] == ["base", "tool"]
+
+
+def test_what_hibernated_sandboxes_have_written_is_left_out(
+    store: ImageStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such images are their node's business; --all and the tree show them, too."""
+    commit(store, f"{ASLEEP_PREFIX}1234-sb_1234_5678", b"w", store.resolve("base").layers)
+    assert [image["name"] for image in told(capsys, "list")] == ["base", "tool"]
+    assert len(told(capsys, "list", "--all")) == 3
+    assert ASLEEP_PREFIX in said(capsys, "list", "--tree")
 
 
 def test_the_tree_shows_what_stands_on_what(store: ImageStore, capsys: pytest.CaptureFixture[str]) -> None:

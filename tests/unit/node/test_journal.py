@@ -102,10 +102,10 @@ def test_sleep_is_known_to_the_next_node(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(module.time, "time", lambda: later)
     assert row.awake_s < 50
     other = replace(TEMPLATE, layers=(Layer("b" * 64, "erofs"), *TEMPLATE.layers))
-    journal.wake("sb_1", other, own_layers=1)
+    journal.came_back("sb_1", other, 1, 2.5)
     (row,) = Journal(tmp_path / "journal").live()
     assert (row.phase, row.since_unix_s, row.stored, row.is_asked) == ("booting", None, None, False)
-    assert (row.template, row.own_layers) == (other, 1)
+    assert (row.template, row.own_layers, row.cpu_before_s) == (other, 1, 2.5)
     assert 99 < row.asleep_s < 101
     assert row.awake_s < 50
 

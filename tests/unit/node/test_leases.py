@@ -174,9 +174,9 @@ async def test_a_start_that_outlived_its_lease_is_refused(tmp_path: Path) -> Non
 
 
 async def test_sleep_uses_no_seconds(tmp_path: Path) -> None:
-    """Its memory counts on; its seconds stand still, and go on from where they were."""
+    """Its memory counts on, but for one on disk; its seconds stand still, and go on from where they were."""
     leases = opened(tmp_path)
-    lease = leases.hold(LeaseRequest(lease_id="le_1", budget=Budget(sandbox_s_max=100)))
+    lease = leases.hold(LeaseRequest(lease_id="le_1", budget=Budget(sandbox_s_max=100, memory_mib_max=64)))
     leases.admit("le_1", "sb_1", 64)
     leases.started("le_1", "sb_1")
     await asyncio.sleep(0.05)
@@ -186,8 +186,16 @@ async def test_sleep_uses_no_seconds(tmp_path: Path) -> None:
     await asyncio.sleep(0.1)
     assert (lease.used.sandbox_s, lease.used.memory_mib) == (used, 64)
     assert used > 0.04
-    leases.go_on("le_1", "sb_1")
-    leases.go_on("le_1", "sb_gone")
+    leases.stand_still("le_1", "sb_1", on_disk=True)
+    leases.stand_still("le_1", "sb_gone", on_disk=True)
+    assert (lease.used.sandboxes, lease.used.memory_mib) == (1, 0)
+    leases.admit("le_1", "sb_2", 64)
+    leases.go_on("le_1", "sb_1", 64)
+    leases.go_on("le_1", "sb_gone", 64)
+    assert lease.used.memory_mib == 128
+    with pytest.raises(CapacityError):
+        leases.admit("le_1", "sb_3", 1)
+    leases.leave("le_1", "sb_2")
     await asyncio.sleep(0.05)
     assert used + 0.04 < lease.used.sandbox_s
     leases.stand_still("le_1", "sb_1")
