@@ -97,7 +97,7 @@ for want in "$@"; do
 	case $want in
 	bench) peers+=(bwrap:bubblewrap crun:crun runc:runc) ;;
 	test) # what the tests compare with; nothing of it is needed to run
-		peers+=(fsck.erofs:erofs-utils skopeo:skopeo umoci:umoci crun:crun buildah:buildah docker-registry:docker-registry htpasswd:apache2-utils nginx:nginx-light) ;;
+		peers+=(fsck.erofs:erofs-utils skopeo:skopeo umoci:umoci crun:crun buildah:buildah docker-registry:docker-registry htpasswd:apache2-utils nginx:nginx-light fsck.fat:dosfstools mtype:mtools) ;;
 	llm | plots) ;;
 	*) die "unknown argument: $want" ;;
 	esac

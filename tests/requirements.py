@@ -75,6 +75,13 @@ def _criu() -> str:
     return "" if criu.find(SHARED_STATE_DIR) else "no CRIU of version 4 (barchan tools install criu)"
 
 
+def _qemu() -> str:
+    from barchan.backends import tools
+    from barchan.backends.qemu import install
+
+    return "" if install.find(tools.SHARED_STATE_DIR) else "no QEMU of version 10 (barchan tools install qemu)"
+
+
 def _static_libc() -> str:
     if missing := _tool("gcc", "gcc")() or _tool("make", "make")():
         return missing
@@ -107,7 +114,10 @@ PROBES: dict[str, Callable[[], str]] = {
     "zram": _zram,
     "mkswap": _tool("mkswap", "util-linux"),
     "nginx": _tool("nginx", "nginx-light"),
+    "fsck.fat": _tool("fsck.fat", "dosfstools"),
+    "mtools": _tool("mtype", "mtools"),
     "criu": _criu,
+    "qemu": _qemu,
     "moto": _moto,
 }
 

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from barchan.sdk.aio.prepared import AsyncPrepared, PreparedStatistics
     from barchan.sdk.aio.process import AsyncProcess
     from barchan.sdk.aio.sandbox import AsyncSandbox
+    from barchan.sdk.aio.screen import AsyncScreen
     from barchan.sdk.aio.shell import AsyncShell, ShellResult
     from barchan.sdk.aio.snapshot import AsyncSnapshot
     from barchan.sdk.aio.terminal import AsyncTerminal
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from barchan.sdk.files import Files
     from barchan.sdk.prepared import Prepared
     from barchan.sdk.sandbox import Process, Sandbox
+    from barchan.sdk.screen import Screen
     from barchan.sdk.shell import Shell
     from barchan.sdk.snapshot import Snapshot
     from barchan.sdk.template import AsyncTemplateBuilder, TemplateBuilder
@@ -98,6 +100,8 @@ _HOMES = {
     "barchan.sdk.aio.process": ("AsyncProcess",),
     "barchan.sdk.files": ("Files",),
     "barchan.sdk.aio.files": ("AsyncFiles",),
+    "barchan.sdk.screen": ("Screen",),
+    "barchan.sdk.aio.screen": ("AsyncScreen",),
     "barchan.sdk.shell": ("Shell",),
     "barchan.sdk.snapshot": ("Snapshot",),
     "barchan.sdk.aio.snapshot": ("AsyncSnapshot",),
@@ -150,6 +154,8 @@ __all__ = [
     "AsyncShell",
     "Terminal",
     "AsyncTerminal",
+    "Screen",
+    "AsyncScreen",
     "Snapshot",
     "AsyncSnapshot",
     "Prepared",

@@ -47,6 +47,7 @@ COMMANDS = {
     "pause": ("barchan.cli.pause:pause", "Stop sandboxes until they are needed."),
     "hibernate": ("barchan.cli.pause:hibernate", "Put sandboxes on disk, with their processes."),
     "resume": ("barchan.cli.pause:resume", "Wake sandboxes."),
+    "screen": ("barchan.cli.screen:app", "Look at a machine's screen, and type and click on it."),
     "pool": ("barchan.cli.pool:pool", "Show what a node keeps ready for sandboxes to come."),
     "up": ("barchan.cli.up:up", "Run a node in the foreground, with an HTTP address."),
     "rollout": ("barchan.cli.rollout:rollout", "Run tasks as rollouts and report their verdicts."),
@@ -56,6 +57,7 @@ COMMANDS = {
     "trajectory": ("barchan.cli.trajectory:app", "Show, check and export the logs of rollouts."),
     "tools": ("barchan.cli.tools:app", "Install what Barchan needs of other projects."),
     "bench": ("barchan.cli.bench:app", "Measure this machine's sandboxes."),
+    "conformance": ("barchan.cli.conformance:conformance", "Check that a backend keeps what is promised for all."),
 }
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from barchan.errors import Conflict, RequirementMissing
+from barchan.errors import Conflict, InvalidSpec, RequirementMissing
 from barchan.image.template import Layer, Template, TemplateConfig, template_digest
 from barchan.model.image import layered_env
 
@@ -52,9 +52,15 @@ def compose(base: Template, above: Sequence[Template]) -> Template:
     User, directory and what other runtimes start are the base's; variables are merged. Of a layer that would come
     twice only the upper one stays: the lower one could show nothing that is not there already, but for directories
     that a layer between both has renamed (`turned_over`).
+
+    Raises:
+        InvalidSpec: One of several is a machine's disk.
     """
     if not above:
         return base
+    for image in (base, *above):
+        if image.disk is not None:
+            raise InvalidSpec(f"image {image.name!r} is a machine's disk: nothing can lie above or below its layers")
     stack = [layer for image in reversed(above) for layer in own_layers(image)]
     layers = distinct((*stack, *base.layers))
     config = config_of(base, env=layered_env(base.env, [image.env for image in above]))
@@ -181,6 +187,7 @@ def config_of(template: Template, **changes: object) -> TemplateConfig:
         cmd=template.cmd,
         source=template.source,
         base_layers=template.base_layers,
+        disk=template.disk,
     )
     return replace(config, **changes)
 

@@ -20,7 +20,7 @@ from typing import Annotated, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from barchan.core.finished import finished
 from barchan.errors import BarchanError, BlobCorrupt, ConnectionLost, InvalidSpec, NotFound
@@ -30,7 +30,7 @@ from barchan.image.download import Downloads
 from barchan.image.erofs import Erofs
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.stored import data_key, index_key, layer_prefix, read_index, read_lazy, write_lazy
-from barchan.image.template import LAYERS_MAX, Layer, LayerKind, Template, TemplateConfig, template_digest
+from barchan.image.template import LAYERS_MAX, Disk, Layer, LayerKind, Template, TemplateConfig, template_digest
 
 FORMAT = 1
 MANIFEST_BYTES_MAX = 4 << 20
@@ -76,6 +76,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
     base_layers: int
     layers: Annotated[tuple[StoredLayer, ...], Meta(min_length=1, max_length=LAYERS_MAX)]
+    disk: Disk | UnsetType = UNSET  # left out where there is none, so that releases without disks read all others
     format: int = FORMAT
 
     def config(self, name: str) -> TemplateConfig:
@@ -88,6 +89,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             cmd=self.cmd,
             source=self.source,
             base_layers=self.base_layers,
+            disk=self.disk or None,
         )
 
 
@@ -134,6 +136,7 @@ async def push(images: ImageStore, name: str, store: BlobStore, progress: Progre
         source=template.source,
         base_layers=template.base_layers,
         layers=tuple(layers),
+        disk=template.disk or UNSET,
     )
     data = msgspec.json.encode(manifest)
     digest = hashlib.sha256(data).hexdigest()

@@ -259,6 +259,7 @@ class ImageStore:
                     entrypoint=config.entrypoint,
                     cmd=config.cmd,
                     base_layers=config.base_layers,
+                    disk=config.disk,
                 )
                 self._write(lock, template)
                 self._settle(lock, stored)
@@ -464,6 +465,7 @@ def image_info(template: Template, *, shared_bytes: int = 0, used_unix_s: float 
         user=template.user,
         workdir=template.workdir,
         env=template.env,
+        kind=template.kind,
         base_layers=template.base_layers,
         shared_bytes=shared_bytes,
         used_unix_s=used_unix_s,

@@ -3,17 +3,20 @@
 import hashlib
 import re
 from pathlib import PurePosixPath
-from typing import Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
 from barchan.model.image import GUEST_PATH as GUEST_PATH
+from barchan.model.image import TemplateKind
 from barchan.model.sandbox import DEFAULT_USER, Name
 
 FORMAT = 1
 LAYERS_MAX = 64  # that a sandbox can be made of
+DISK_BYTES_MAX = 1 << 50
 # lazy: its index is here, its data in a blob store, read on demand
 LayerKind = Literal["erofs", "dir", "lazy"]
 
@@ -25,10 +28,41 @@ class Layer(NamedTuple):
     kind: LayerKind
 
 
+class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a template is whose sandboxes are whole machines; its layers then hold `FOLDER/` and nothing else.
+
+    Attributes:
+        format: Of the lowest disk, `FOLDER/disk`; those above it are qcow2.
+        base_bytes: Of the lowest disk, as a guest sees it; `size_bytes`: of the topmost one.
+        depth: How many disks lie above the lowest one, for what a sandbox has written: `FOLDER/disk-1` and on.
+        boot: `bios`: from the disk. `kernel`: `FOLDER/vmlinuz` and `FOLDER/initrd`, with the words of `append`.
+    """
+
+    FOLDER: ClassVar[str] = "machine"
+
+    format: Literal["raw", "qcow2"]
+    base_bytes: Annotated[int, Meta(ge=512, le=DISK_BYTES_MAX)]
+    size_bytes: Annotated[int, Meta(ge=512, le=DISK_BYTES_MAX)]
+    depth: Annotated[int, Meta(ge=0, le=LAYERS_MAX)] = 0
+    boot: Literal["bios", "kernel"] = "bios"
+    append: Annotated[str, Meta(max_length=2048)] = ""
+
+    @staticmethod
+    def file_at(depth: int) -> str:
+        """Where the disk of that depth lies in a layer."""
+        return f"{Disk.FOLDER}/disk-{depth}" if depth else f"{Disk.FOLDER}/disk"
+
+    def above(self, room_mib: int) -> "Disk":
+        """With the disk of one sandbox above: as large as the lowest one and `room_mib`, and never smaller."""
+        size_bytes = min(DISK_BYTES_MAX, max(self.size_bytes, self.base_bytes + (room_mib << 20)))
+        return replace(self, size_bytes=size_bytes, depth=self.depth + 1)
+
+
 class TemplateConfig(Struct, frozen=True, kw_only=True):
     """What a sandbox of a template starts with.
 
     Attributes:
+        disk: It is a machine's disk, and not the root of a file system.
         entrypoint, cmd: What other runtimes start; kept for them, nothing here starts by itself.
         source: What it was built from, in one line.
         base_layers: How many of its bottom layers are those of the image it was built on; 0: it stands on its own.
@@ -42,6 +76,7 @@ class TemplateConfig(Struct, frozen=True, kw_only=True):
     cmd: tuple[str, ...] = ()
     source: str = ""
     base_layers: int = 0
+    disk: Disk | None = None
 
     def check(self) -> None:
         """Raise `InvalidSpec` for a name, user, directory or variable that no sandbox could have."""
@@ -69,6 +104,7 @@ class Template(Struct, frozen=True, kw_only=True):
         digest: sha256 of layers, user, workdir and env: equal digests start equal sandboxes.
         layers: Topmost first.
         size_bytes: Of its layers on disk.
+        disk: It is a machine's disk, and not the root of a file system.
     """
 
     name: str
@@ -83,7 +119,22 @@ class Template(Struct, frozen=True, kw_only=True):
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
     base_layers: int = 0
+    disk: Disk | None = None
     format: int = FORMAT
+
+    @property
+    def kind(self) -> TemplateKind:
+        return "root" if self.disk is None else "disk"
+
+
+def need_root(template: Template, backend: str) -> None:
+    """Raise `InvalidSpec` for a machine's disk, of which this backend can't make a sandbox."""
+    if template.disk is not None:
+        raise InvalidSpec(
+            f"image {template.name!r} is a machine's disk, and a {backend} sandbox needs the root of a file system "
+            '(try: backend="vm")',
+            template=template.name,
+        )
 
 
 def template_digest(config: TemplateConfig, layers: tuple[Layer, ...]) -> str:
@@ -96,4 +147,6 @@ def template_digest(config: TemplateConfig, layers: tuple[Layer, ...]) -> str:
     }
     if config.entrypoint or config.cmd:
         content |= {"entrypoint": config.entrypoint, "cmd": config.cmd}
+    if config.disk is not None:
+        content |= {"disk": config.disk}
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()

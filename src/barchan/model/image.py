@@ -1,13 +1,14 @@
 """What is asked and told of images beside what they are: composition, other names, other bases."""
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from barchan.model.sandbox import Name
 
 GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+TemplateKind = Literal["root", "disk"]  # a file system's root, or the disk of a machine
 NAMES_MAX = 100_000
 # Names that images get by what is in them, so that whoever needs the same again finds it:
 BUILT_PREFIX = "prep-"  # what a recipe made

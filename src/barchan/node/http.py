@@ -20,6 +20,7 @@ from barchan.node import gc, snapshots, upkeep
 from barchan.node.collect import Stream, encode_chunk, output_chunk
 from barchan.node.handlers import Handlers
 from barchan.node.http_files import FileHandlers
+from barchan.node.http_screen import ScreenHandlers
 from barchan.node.http_state import StateHandlers
 from barchan.node.live import Live
 from barchan.node.replies import STREAMING, begin_stream, flag, is_packed, labels_of, number, reply, seconds
@@ -44,7 +45,7 @@ class Server(Handlers):
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=api.BODY_BYTES_MAX)
-        groups = (self, FileHandlers(self.sandboxes), StateHandlers(self.sandboxes))
+        groups = (self, FileHandlers(self.sandboxes), StateHandlers(self.sandboxes), ScreenHandlers(self.sandboxes))
         for route in ROUTES:
             handler = next(getattr(group, route.name) for group in groups if hasattr(group, route.name))
             app.router.add_route(route.method, route.path, self._guarded(handler))

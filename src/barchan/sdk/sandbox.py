@@ -15,6 +15,7 @@ from barchan.sdk.aio.shell import ShellPoint
 from barchan.sdk.background import iterate, run
 from barchan.sdk.files import Files
 from barchan.sdk.options import Command, CreateOptions, ExecOptions, ShellOptions, StartOptions
+from barchan.sdk.screen import Screen
 from barchan.sdk.shell import Shell
 from barchan.sdk.snapshot import Snapshot
 from barchan.sdk.transport import CALL_TIMEOUT_S
@@ -30,6 +31,7 @@ class Sandbox:
         self._twin = twin
         self.id = twin.id
         self.files = Files(twin.files)
+        self.screen = Screen(twin.screen)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r})"

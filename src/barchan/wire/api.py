@@ -37,6 +37,7 @@ from barchan.model.sandbox import (
     SandboxStats,
     StartRequest,
 )
+from barchan.model.screen import KeyRequest, PointerRequest, ScreenSize, TypeRequest
 from barchan.model.snapshot_info import SnapshotInfo, SnapshotPull, SnapshotPush
 from barchan.model.tiers import AdoptRequest, TierChange, TierRequest
 
@@ -210,6 +211,11 @@ ROUTES: tuple[Route, ...] = (
     Route("tar_write", "PUT", _SB + "/files/tar", Empty, body_kind="bytes", query={"path": str, "user": str}, required=("path",), summary="Unpack a tar stream below a directory."),
     Route("file_watch", "GET", _SB + "/files/watch", FileChange, "stream", query={"path": str, "recursive": bool, "user": str}, required=("path",),
           summary="Changes below a directory, until the response is closed."),
+    Route("screen_png", "GET", _SB + "/screen", bytes, "bytes", summary="The screen as it is now, as a PNG; only of backends with a screen, as are the next four."),
+    Route("screen_size", "GET", _SB + "/screen/size", ScreenSize, summary="How large the screen is."),
+    Route("screen_type", "POST", _SB + "/screen/type", Empty, body=TypeRequest, body_kind="value", summary="Type a text on its keyboard."),
+    Route("screen_key", "POST", _SB + "/screen/key", Empty, body=KeyRequest, body_kind="value", summary="Press keys together."),
+    Route("screen_pointer", "POST", _SB + "/screen/pointer", Empty, body=PointerRequest, body_kind="value", summary="Move the mouse, click and scroll."),
 )
 # fmt: on
 

@@ -22,6 +22,7 @@ from barchan.sdk.aio.clock import AsyncSandboxClock, in_its_time
 from barchan.sdk.aio.files import AsyncFiles
 from barchan.sdk.aio.fork import FORK_TIMEOUT_S, error_of, fork
 from barchan.sdk.aio.process import AsyncProcess, start_process
+from barchan.sdk.aio.screen import AsyncScreen
 from barchan.sdk.aio.shell import AsyncShell, ShellPoint
 from barchan.sdk.aio.snapshot import AsyncSnapshot
 from barchan.sdk.checks import check_seconds, checked_env, checked_labels
@@ -65,6 +66,7 @@ class AsyncSandbox:
     def __init__(self, transport: Transport, sandbox_id: str) -> None:
         self.id = sandbox_id
         self.files = AsyncFiles(transport, sandbox_id)
+        self.screen = AsyncScreen(transport, sandbox_id)
         self._transport = transport
         self._exec_target = self._target(EXEC)
 
