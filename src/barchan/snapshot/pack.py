@@ -1,5 +1,6 @@
 """A memory directory made one file: zeros left out, equal pages kept once, the rest in compressed chunks."""
 
+import errno
 import hashlib
 import os
 import re
@@ -41,7 +42,8 @@ _BATCH_BYTES = 1 << 20
 _JOBS_PER_THREAD = 8
 _SEEN_MAX = 1 << 20  # pages by which equal ones are found: 4 GiB of them, in about 150 MB
 _FILE_MODE = 0o600
-_PAGES_FILE = re.compile(r"criu/pages-[0-9]+\.img")
+_PAGES_FILE = re.compile(r"criu/pages-[0-9]+\.img|ram|disk")
+_WITHOUT_MAP = ("ram", "disk")  # of a machine: all of its memory, and the disk that goes with it
 _ZEROS = bytes(PAGE_BYTES)
 
 
@@ -136,7 +138,7 @@ def _look(memory: Path) -> _Found:
 
 def _check_maps(memory: Path, maps: list[str], pages_files: dict[str, int]) -> None:
     """Each pages file belongs to one page map, and has the pages that the map says."""
-    left = dict(pages_files)
+    left = {name: pages for name, pages in pages_files.items() if name not in _WITHOUT_MAP}
     for name in maps:
         try:
             found = decode_pagemap((memory / name).read_bytes())
@@ -235,13 +237,19 @@ class _Packer:
                 self._seen.setdefault(keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES], (number, slot))
 
     def _add_pages(self, path: Path, pages: int) -> None:
-        left = pages * PAGE_BYTES
+        at, end = 0, pages * PAGE_BYTES
         with path.open("rb") as file:
-            while left > 0:
-                batch = file.read(min(left, _BATCH_BYTES))
+            while at < end:
+                data = _next_data(file.fileno(), at, end)
+                if data > at:
+                    self._extend(ZEROS, 0, (data - at) // PAGE_BYTES)
+                    at = data
+                    file.seek(at)
+                    continue
+                batch = file.read(min(end - at, _BATCH_BYTES))
                 if not batch or len(batch) % PAGE_BYTES:
                     raise BackendError(f"{path} became shorter while it was packed (try: dump the sandbox again)")
-                left -= len(batch)
+                at += len(batch)
                 for start in range(0, len(batch), PAGE_BYTES):
                     self._add(batch[start : start + PAGE_BYTES])
 
@@ -265,14 +273,14 @@ class _Packer:
         if len(self._pending) == CHUNK_PAGES:
             self._close_chunk()
 
-    def _extend(self, source: int, slot: int) -> None:
-        """One more page: a longer run, or a new one."""
+    def _extend(self, source: int, slot: int, pages: int = 1) -> None:
+        """More pages: a longer run, or a new one."""
         if self._run_sources and self._run_sources[-1] == source:
             count = self._run_pages[-1]
             if source == ZEROS or self._run_slots[-1] + count == slot:
-                self._run_pages[-1] = count + 1
+                self._run_pages[-1] = count + pages
                 return
-        self._run_pages.append(1)
+        self._run_pages.append(pages)
         self._run_sources.append(source)
         self._run_slots.append(slot)
 
@@ -291,6 +299,16 @@ class _Packer:
         self._out.write(stored)
         self._lengths.append(length)
         self._hashes += sha256
+
+
+def _next_data(fd: int, at: int, end: int) -> int:
+    """Where the next page with data begins, from a page's beginning on; `end`: only holes follow."""
+    try:
+        return min(end, os.lseek(fd, at, os.SEEK_DATA) // PAGE_BYTES * PAGE_BYTES)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return end
 
 
 def _file_chunks(found: _Found) -> Iterator[bytes]:
