@@ -4,22 +4,23 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
 from barchan.backends.container.lazy import ReaderSettings
 from barchan.backends.guest import GuestConnection
+from barchan.core.choosing import Isolation
 from barchan.errors import InvalidSpec
 from barchan.image.store import ImageStore
 from barchan.image.template import Template
+from barchan.model.image import TemplateKind
 from barchan.model.node import Requirement
 from barchan.model.sandbox import Network, Root, SandboxSpec, SandboxStats
 from barchan.model.snapshot import MemoryRecord
 from barchan.snapshot.pager.link import PagerLink
 
 Unavailability = Callable[[Sequence[str], str], None]
-Isolation = Literal["worker", "container", "user_kernel", "kernel", "machine"]  # the strongest last
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
@@ -37,6 +38,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
         page_out: A stopped guest's memory can be given away.
         calls: It runs functions (`Client.call`).
         screen: A guest has a screen, a keyboard and a mouse.
+        kinds: Of images that it can make a sandbox of.
         networks: Of those that a spec can ask for.
         roots: Likewise.
     """
@@ -51,6 +53,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     page_out: bool = False
     calls: bool = False
     screen: bool = False
+    kinds: frozenset[TemplateKind] = frozenset({"root"})
     networks: frozenset[Network] = frozenset({"none"})
     roots: frozenset[Root] = frozenset({"plain"})
 
@@ -65,10 +68,21 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """Why a guest ended on its own, from its init's wait status and the kernel's counters."""
+    """Why a guest ended on its own, from its init's wait status and the kernel's counters.
+
+    `why`: in words, where there is more to say; some of it may be the guest's own.
+    """
 
     wstatus: int
     oom_kills: int
+    why: str = ""
+
+    @property
+    def words(self) -> str:
+        """What a sandbox's end says of it, in one line."""
+        oom = f", {self.oom_kills} out-of-memory kills" if self.oom_kills else ""
+        why = "".join(char if char.isprintable() else " " for char in self.why[:WHY_CHARS_MAX])
+        return f"wait status {self.wstatus}{oom}" + (f": {why}" if why else "")
 
 
 class Activity(Struct, frozen=True, kw_only=True):
@@ -97,8 +111,12 @@ class Handle(Protocol):
     sandbox_id: str
     guest: GuestConnection
     ended: asyncio.Future[Ended]
-    listener: socket.socket | None
-    netns: int | None
+
+    @property
+    def listener(self) -> socket.socket | None: ...
+
+    @property
+    def netns(self) -> int | None: ...
 
     async def destroy(self) -> None:
         """Kill everything in the sandbox and remove all it left on the host. Safe to repeat and to run at any time."""

@@ -30,6 +30,8 @@ from barchan.image.template import Template
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.node import adoption, away, hibernate, memories, upkeep
 from barchan.node.admission import Admission, check_spec
+from barchan.node.calls import Calls
+from barchan.node.choosing import Choosing, settled
 from barchan.node.density import awake_mib
 from barchan.node.forks import Forks
 from barchan.node.holds import Holds
@@ -49,11 +51,6 @@ from barchan.snapshot.shelf import FOLDER, Shelf
 
 JOURNAL = "journal.sqlite"
 Start = Callable[[Backend, Live], Awaitable[Handle]]
-
-
-async def start_empty(backend: Backend, live: Live) -> Handle:
-    """The plain start: nothing written, no processes."""
-    return await backend.create(live.sandbox_id, live.spec, live.template)
 
 
 class Sandboxes:
@@ -79,18 +76,17 @@ class Sandboxes:
         self.tree = SnapshotTree(self, state_dir / JOURNAL, state_dir / memories.FOLDER)
         self.leases = Leases(self.journal, self._lease_over)
         self.tiers = Tiers(self)
+        self.choosing = Choosing(self)
         self.warm = WarmPool(self, Bounds.around(limits.warm))
         self.live: dict[str, Live] = {}
         self.by_create: dict[str, Live] = {}
         self.arrivals = WeakValueDictionary[str, asyncio.Lock]()  # of sandboxes that come from other nodes
-        self.creates_total = 0
-        self.create_failures_total = 0
+        self.calls = Calls(self)
+        self.creates_total = self.create_failures_total = 0
         self.last_used = asyncio.get_running_loop().time()
-        self.version = version
         self._memory_mib = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) >> 20
         self._cpus = os.cpu_count() or 1
-        self.weaken = weaken
-        self.reader = reader
+        self.version, self.weaken, self.reader = version, weaken, reader
         self.state_dir = state_dir
         self.started = time.monotonic()
         self._backends: dict[str, Backend] = {}
@@ -183,10 +179,11 @@ class Sandboxes:
     @property
     def is_occupied(self) -> bool:
         """Sandboxes live here; those that are on disk need no node."""
-        return any(live.phase != "hibernated" for live in self.live.values())
+        return self.calls.is_busy or any(live.phase != "hibernated" for live in self.live.values())
 
     async def end_backends(self) -> None:
         """End what holds sandboxes up, when none is left but those on disk."""
+        await self.calls.close()
         backends_, self._backends = self._backends, {}
         for backend in backends_.values():
             await backend.shutdown()
@@ -204,9 +201,11 @@ class Sandboxes:
         if live is None:
             self.check(spec)
             template = await self.tree.template_for(spec)
+            spec, reason = await self.choosing.settle(spec, template)
             live = self._made_before(spec)  # meanwhile, by a repetition of this request
             if live is None:
-                live = self.begin(spec, template, self.tree.start_of(spec) or start_empty)
+                live = self.begin(spec, template, self.tree.start_of(spec))
+                live.backend_reason = reason
                 await asyncio.shield(live.booted)
                 return live.info(self.node_id)
         await asyncio.shield(live.booted)
@@ -239,7 +238,7 @@ class Sandboxes:
             row = self.journal.find_create(spec.create_id)
             if row is not None:
                 raise row.error()
-        elif identity(before.spec) != identity(self.leases.labelled(spec, before.spec.lease_id)):
+        elif identity(before.spec) != identity(settled(self.leases.labelled(spec, before.spec.lease_id), before.spec)):
             raise Conflict(f"create id {spec.create_id!r} was used for another sandbox", create_id=spec.create_id)
         return before
 
@@ -251,10 +250,10 @@ class Sandboxes:
         return self.id_prefix + secrets.token_hex(6)
 
     def begin(
-        self, spec: SandboxSpec, template: Template, start: Start = start_empty, sandbox_id: str | None = None
+        self, spec: SandboxSpec, template: Template, start: Start | None = None, sandbox_id: str | None = None
     ) -> Live:
         """Let it in and start it; `booted` tells how that went."""
-        slot = self.warm.take(spec, template) if start is start_empty and sandbox_id is None else None
+        slot = self.warm.take(spec, template) if start is None and sandbox_id is None else None
         sandbox_id = sandbox_id or slot or self.new_id()
         priority = 0
         if spec.lease_id is not None:
@@ -267,7 +266,7 @@ class Sandboxes:
         live = Live(sandbox_id, self.leases.labelled(spec, spec.lease_id), template, time.time())
         if spec.create_id is not None:
             self.by_create[spec.create_id] = live
-        live.maker = self.tasks.spawn(self._make(live, priority, start))
+        live.maker = self.tasks.spawn(self._make(live, priority, start or self.choosing.start_plain))
         return live
 
     def _hand_over(self, live: Live, spec: SandboxSpec) -> None:
@@ -439,8 +438,7 @@ class Sandboxes:
     def _init_ended(self, live: Live, handle: Handle, ended: "asyncio.Future[Ended]") -> None:
         """The guest died on its own: that is a lost sandbox, and its remains go at once."""
         if live.handle is handle and live.phase != "hibernated" and live.ending is None and not ended.cancelled():
-            oom = f", {ended.result().oom_kills} out-of-memory kills" if ended.result().oom_kills else ""
-            self._ended(live, Fact.INIT_DIED, f"init_died: wait status {ended.result().wstatus}{oom}")
+            self._ended(live, Fact.INIT_DIED, f"init_died: {ended.result().words}")
 
     def _ended(self, live: Live, fact: Fact, cause: str) -> None:
         if live.is_up:

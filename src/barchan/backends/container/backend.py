@@ -34,7 +34,7 @@ from barchan.errors import (
     NotFound,
     RequirementMissing,
 )
-from barchan.image.template import Template
+from barchan.image.template import Template, need_root
 from barchan.model.node import Requirement
 from barchan.model.sandbox import SandboxSpec, SandboxStats
 from barchan.model.snapshot import MemoryRecord
@@ -132,6 +132,14 @@ class ContainerHandle(Dumping, Resting, Warming):
 
     async def pack_cut(self, name: str, target: Path) -> None:
         await (await self._backend.cutter()).pack_cut(name, target, self._layer_bytes_max)
+
+    async def open_in_cut(self, name: str, path: str) -> int:
+        """See `Cutter.open_file`."""
+        return await asyncio.to_thread((await self._backend.cutter()).open_file, name, path)
+
+    async def remove_cut(self, name: str) -> None:
+        """See `Backend.remove_cut`."""
+        await self._backend.remove_cut(name)
 
     async def cut(self, name: str) -> None:
         cutter = await self._backend.cutter()
@@ -258,6 +266,7 @@ class ContainerBackend:
     async def create(
         self, sandbox_id: str, spec: SandboxSpec, template: Template, *, cut: str | None = None
     ) -> ContainerHandle:
+        need_root(template, spec.backend)
         return await self.zygotes.create(self._start, sandbox_id, spec, template, cut)
 
     async def restore(

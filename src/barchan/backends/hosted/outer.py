@@ -80,7 +80,7 @@ class Outers:
         all_layers = hosts + (below.layers if below is not None else ())
         digest = hashlib.sha256(":".join(layer.digest for layer in all_layers).encode()).hexdigest()
         if below is not None:
-            return replace(below, layers=all_layers, digest=digest)
+            return replace(below, layers=all_layers, digest=digest, disk=None)
         return Template(
             name=self.backend,
             digest=digest,
