@@ -75,6 +75,13 @@ install_criu() {
 		say "CRIU could not be installed, so there are no memory snapshots: .venv/bin/barchan tools install criu says why"
 }
 
+install_qemu() {
+	[ "$(id -u)" = 0 ] || return 0
+	[ -e /var/lib/barchan/tools/qemu/root ] || say "installing QEMU (about half a minute)"
+	.venv/bin/barchan tools install qemu </dev/null >/dev/null 2>&1 ||
+		say "QEMU could not be installed, so there are no microVMs and VMs: .venv/bin/barchan tools install qemu says why"
+}
+
 # Servers that the tests run, of what stores images elsewhere.
 install_stores() {
 	.venv/bin/python -c 'import flask, flask_cors, moto' 2>/dev/null && return
@@ -115,3 +122,4 @@ case " $* " in *" test "*) install_stores ;; esac
 case " $* " in *" plots "*) install_plots ;; esac
 make_image
 install_criu
+install_qemu

@@ -8,7 +8,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Self, cast
 
 from barchan.backends.starts import Starts
 from barchan.errors import (
@@ -237,7 +237,7 @@ class GuestConnection:
         self.at_work.set()
 
     @classmethod
-    async def open(cls, sock: socket.socket) -> "GuestConnection":
+    async def open(cls, sock: socket.socket) -> Self:
         """Take over a socket on which the HELLO was already sent, and wait for its answer."""
         connection = cls()
         await connection.reconnect(sock)

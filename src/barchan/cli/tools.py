@@ -9,13 +9,16 @@ from cyclopts import App
 from barchan.cli.common import DEFAULTS, OK, Common, print_json
 from barchan.cli.progress import progress
 
-INSTALLERS = {"criu": "barchan.backends.container.criu_install"}
+INSTALLERS = {
+    "criu": "barchan.backends.container.criu_install",
+    "qemu": "barchan.backends.qemu.install",
+}
 
 app = App(name="tools", help_format="plaintext")
 
 
 @app.command
-def install(tool: Literal["criu"], *, common: Common = DEFAULTS) -> int:
+def install(tool: Literal["criu", "qemu"], *, common: Common = DEFAULTS) -> int:
     """Install a program that is not in every distribution, or not in a version that runs here.
 
     Needs root and a Debian mirror in reach, and takes half a minute or so; where
@@ -27,6 +30,7 @@ def install(tool: Literal["criu"], *, common: Common = DEFAULTS) -> int:
 
     Args:
         tool: criu: stores the memory of sandboxes, for hibernation and forks.
+            qemu: runs microVMs and full machines.
     """
     from barchan.backends import tools
 
