@@ -23,6 +23,8 @@ RECONNECT_WAIT_S = 10.0
 RECONNECT_LOOK_S = 0.05
 STDIN_WAIT_S = 3600.0  # for a program to read
 EXEC_SPOOL_BYTES = 4 << 20
+# A reader tells how far it is in steps of a quarter of its window: a spool that is full before holds both up for ever.
+BLOCK_SPOOL_BYTES_MIN = wire.WINDOW_BYTES // 2
 STDIN_INLINE_MAX = 1 << 20
 ARG_BYTES_MAX = 131_000  # the kernel takes 128 KiB per string
 SHELL_NAMES = ("/bin/bash", "/bin/sh")
@@ -151,14 +153,16 @@ class Processes:
         if request.platform:
             await self._handle.platform_leaf()
         flags = StartFlag.FOLLOW  # without a reader that means: hear of its end
+        spool_bytes = request.spool_bytes
         if request.overflow == "block":
             flags |= StartFlag.BLOCK
+            spool_bytes = max(spool_bytes, BLOCK_SPOOL_BYTES_MIN)
         if request.pty:
             flags |= StartFlag.PTY
         if request.stdin_open or request.pty:
             flags |= StartFlag.STDIN
         warm = await self._handle.warm() if request.python is not None else ""
-        process = await self._patient_start(self._start(request, flags, request.spool_bytes, warm), None)
+        process = await self._patient_start(self._start(request, flags, spool_bytes, warm), None)
         self._feed(process, request.stdin)
         if request.timeout_s is not None and process.exit is None:
             timer = self._clock.call_later(request.timeout_s, self._deadline, process, request.timeout_s)

@@ -1,0 +1,52 @@
+"""What the suite knows of each backend: how large and how patient its sandboxes are, and what it declares to lack."""
+
+from typing import Final
+
+from msgspec import Struct
+
+from barchan.errors import InvalidSpec
+
+# What a backend may lack, as its `Capabilities` say: all else is everybody's.
+LACKABLE: Final = {
+    "fork": "sandboxes that start with another one's files (Capabilities.fork)",
+    "memory": "processes that are stored with their memory (Capabilities.memory_snapshot)",
+    "zygote": "warm interpreters (Capabilities.zygote)",
+    "network allow": "a way out by names (Capabilities.networks)",
+    "network open": "a way out (Capabilities.networks)",
+    "root capable": "a root with power over other users' files (Capabilities.roots)",
+}
+
+
+class Profile(Struct, frozen=True, kw_only=True):
+    """How one backend is checked.
+
+    Attributes:
+        memory_mib: Of a sandbox that is to hold a Python.
+        patience: Factor of every bound of time; 1 is for containers on an idle machine.
+        lacks: What of `LACKABLE` it lacks, and why. Strict: what it can do after all fails.
+    """
+
+    memory_mib: int = 128
+    patience: float = 1.0
+    lacks: dict[str, str] = {}
+
+
+PROFILES: Final[dict[str, Profile]] = {
+    "container": Profile(),
+}
+
+
+def profile_of(backend: str, lacks: tuple[str, ...] = ()) -> Profile:
+    """The profile of one of ours; for another's, a patient one that lacks what its author says.
+
+    Raises:
+        InvalidSpec: Nobody may lack that.
+    """
+    if unknown := sorted(set(lacks) - set(LACKABLE)):
+        raise InvalidSpec(f"no backend may lack {unknown[0]!r}; there are: {', '.join(LACKABLE)}")
+    own = PROFILES.get(backend, Profile(memory_mib=256, patience=4.0))
+    return Profile(
+        memory_mib=own.memory_mib,
+        patience=own.patience,
+        lacks={**own.lacks, **dict.fromkeys(lacks, "its author says so")},
+    )
