@@ -61,6 +61,8 @@ def self_check(programs: Path, state_dir: Path, backend: str) -> dict[str, str]:
             "-p",
             "no:cacheprovider",
             f"--junitxml={report}",
+            "-c",
+            "/dev/null",
             "--rootdir",
             scratch,
         ]

@@ -116,6 +116,10 @@ class Handle(Protocol):
     def listener(self) -> socket.socket | None: ...
 
     @property
+    def proxy_host(self) -> str:
+        """The address at which the guest's programs find what listens at `listener`."""
+
+    @property
     def netns(self) -> int | None: ...
 
     async def destroy(self) -> None:

@@ -128,6 +128,7 @@ def dockerfile(
         env=prepared.env,
         entrypoint=recipe.entrypoint or (),
         cmd=recipe.cmd or (),
+        needs=tuple(sorted({*prepared.needs, *recipe.needs})),
         base_layers=prepared.base_layers,
         source=f"dockerfile:{path.absolute()}",
     )

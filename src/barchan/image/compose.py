@@ -63,7 +63,8 @@ def compose(base: Template, above: Sequence[Template]) -> Template:
             raise InvalidSpec(f"image {image.name!r} is a machine's disk: nothing can lie above or below its layers")
     stack = [layer for image in reversed(above) for layer in own_layers(image)]
     layers = distinct((*stack, *base.layers))
-    config = config_of(base, env=layered_env(base.env, [image.env for image in above]))
+    needs = tuple(sorted({need for image in (base, *above) for need in image.needs}))
+    config = config_of(base, env=layered_env(base.env, [image.env for image in above]), needs=needs)
     return replace(
         base,
         digest=template_digest(config, layers),
@@ -188,6 +189,7 @@ def config_of(template: Template, **changes: object) -> TemplateConfig:
         source=template.source,
         base_layers=template.base_layers,
         disk=template.disk,
+        needs=template.needs,
     )
     return replace(config, **changes)
 

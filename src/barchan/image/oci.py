@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
 from barchan.image.template import GUEST_PATH, Template, TemplateConfig
+from barchan.model.image import NEEDS_LABEL, needs_of
 
 DOCUMENT_BYTES_MAX = 4 << 20  # of a manifest, an index or a config; what registries accept, too
 INDEXES_MAX = 4  # an index in an index is usual, more is not
@@ -85,6 +86,7 @@ class Running(Struct, frozen=True, rename="pascal"):
     entrypoint: tuple[str, ...] | None = None
     cmd: tuple[str, ...] | None = None
     working_dir: str | None = None
+    labels: dict[str, str] | None = None
 
 
 class RootFs(Struct, frozen=True):
@@ -276,6 +278,7 @@ def template_config(image: ImageConfig, *, name: str, source: str) -> TemplateCo
         env=env,
         entrypoint=tuple(running.entrypoint or ()),
         cmd=tuple(running.cmd or ()),
+        needs=needs_of((running.labels or {}).get(NEEDS_LABEL, ""), source),
         source=source,
     )
     config.check()
@@ -294,6 +297,8 @@ def image_config(template: Template, diff_ids: Sequence[str]) -> bytes:
         running["Entrypoint"] = template.entrypoint
     if template.cmd:
         running["Cmd"] = template.cmd
+    if template.needs:
+        running["Labels"] = {NEEDS_LABEL: " ".join(template.needs)}
     layers = [layer.digest for layer in reversed(template.layers)]
     return msgspec.json.encode(
         {

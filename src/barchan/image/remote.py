@@ -31,6 +31,7 @@ from barchan.image.erofs import Erofs
 from barchan.image.store import ImageStore, NewLayer
 from barchan.image.stored import data_key, index_key, layer_prefix, read_index, read_lazy, write_lazy
 from barchan.image.template import LAYERS_MAX, Disk, Layer, LayerKind, Template, TemplateConfig, template_digest
+from barchan.model.sandbox import Need
 
 FORMAT = 1
 MANIFEST_BYTES_MAX = 4 << 20
@@ -77,6 +78,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     base_layers: int
     layers: Annotated[tuple[StoredLayer, ...], Meta(min_length=1, max_length=LAYERS_MAX)]
     disk: Disk | UnsetType = UNSET  # left out where there is none, so that releases without disks read all others
+    needs: tuple[Need, ...] | UnsetType = UNSET  # likewise
     format: int = FORMAT
 
     def config(self, name: str) -> TemplateConfig:
@@ -90,6 +92,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             source=self.source,
             base_layers=self.base_layers,
             disk=self.disk or None,
+            needs=self.needs or (),
         )
 
 
@@ -137,6 +140,7 @@ async def push(images: ImageStore, name: str, store: BlobStore, progress: Progre
         base_layers=template.base_layers,
         layers=tuple(layers),
         disk=template.disk or UNSET,
+        needs=template.needs or UNSET,
     )
     data = msgspec.json.encode(manifest)
     digest = hashlib.sha256(data).hexdigest()

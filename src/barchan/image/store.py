@@ -260,6 +260,7 @@ class ImageStore:
                     cmd=config.cmd,
                     base_layers=config.base_layers,
                     disk=config.disk,
+                    needs=config.needs,
                 )
                 self._write(lock, template)
                 self._settle(lock, stored)
@@ -466,6 +467,7 @@ def image_info(template: Template, *, shared_bytes: int = 0, used_unix_s: float 
         workdir=template.workdir,
         env=template.env,
         kind=template.kind,
+        needs=template.needs,
         base_layers=template.base_layers,
         shared_bytes=shared_bytes,
         used_unix_s=used_unix_s,

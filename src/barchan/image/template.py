@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from barchan.errors import InvalidSpec
 from barchan.model.image import GUEST_PATH as GUEST_PATH
 from barchan.model.image import TemplateKind
-from barchan.model.sandbox import DEFAULT_USER, Name
+from barchan.model.sandbox import DEFAULT_USER, Name, Need
 
 FORMAT = 1
 LAYERS_MAX = 64  # that a sandbox can be made of
@@ -63,6 +63,7 @@ class TemplateConfig(Struct, frozen=True, kw_only=True):
 
     Attributes:
         disk: It is a machine's disk, and not the root of a file system.
+        needs: What a backend must have for its sandboxes, in order and each once.
         entrypoint, cmd: What other runtimes start; kept for them, nothing here starts by itself.
         source: What it was built from, in one line.
         base_layers: How many of its bottom layers are those of the image it was built on; 0: it stands on its own.
@@ -77,6 +78,7 @@ class TemplateConfig(Struct, frozen=True, kw_only=True):
     source: str = ""
     base_layers: int = 0
     disk: Disk | None = None
+    needs: tuple[Need, ...] = ()
 
     def check(self) -> None:
         """Raise `InvalidSpec` for a name, user, directory or variable that no sandbox could have."""
@@ -105,6 +107,7 @@ class Template(Struct, frozen=True, kw_only=True):
         layers: Topmost first.
         size_bytes: Of its layers on disk.
         disk: It is a machine's disk, and not the root of a file system.
+        needs: What a backend must have for its sandboxes.
     """
 
     name: str
@@ -120,6 +123,7 @@ class Template(Struct, frozen=True, kw_only=True):
     cmd: tuple[str, ...] = ()
     base_layers: int = 0
     disk: Disk | None = None
+    needs: tuple[Need, ...] = ()
     format: int = FORMAT
 
     @property
@@ -149,4 +153,6 @@ def template_digest(config: TemplateConfig, layers: tuple[Layer, ...]) -> str:
         content |= {"entrypoint": config.entrypoint, "cmd": config.cmd}
     if config.disk is not None:
         content |= {"disk": config.disk}
+    if config.needs:
+        content |= {"needs": config.needs}
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()

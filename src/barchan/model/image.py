@@ -1,14 +1,17 @@
 """What is asked and told of images beside what they are: composition, other names, other bases."""
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
+import msgspec
 from msgspec import Meta, Struct
 
-from barchan.model.sandbox import Name
+from barchan.errors import InvalidSpec
+from barchan.model.sandbox import Name, Need
 
 GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TemplateKind = Literal["root", "disk"]  # a file system's root, or the disk of a machine
+NEEDS_LABEL = "barchan.needs"  # by which Dockerfiles and images of other tools say what they need
 NAMES_MAX = 100_000
 # Names that images get by what is in them, so that whoever needs the same again finds it:
 BUILT_PREFIX = "prep-"  # what a recipe made
@@ -59,3 +62,15 @@ def layered_env(base: Mapping[str, str], above: Iterable[Mapping[str, str]]) -> 
             key: value for key, value in env.items() if (key, value) != ("PATH", GUEST_PATH) or key not in merged
         }
     return merged
+
+
+def needs_of(words: str, origin: str) -> tuple[Need, ...]:
+    """What the label says that an image needs: words, in order and each once.
+
+    Raises:
+        InvalidSpec: One of them is nothing that a backend has; `origin` is named.
+    """
+    try:
+        return msgspec.convert(tuple(sorted(set(words.replace(",", " ").split()))), tuple[Need, ...])
+    except msgspec.ValidationError as error:
+        raise InvalidSpec(f"{origin}: {NEEDS_LABEL} is of {', '.join(get_args(Need))}, not {words[:80]!r}") from error

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from barchan.model.image import TemplateKind
-from barchan.model.sandbox import Env, Label, Name
+from barchan.model.sandbox import Env, Label, Name, Need
 from barchan.model.tiers import Waiting
 
 PRIORITY_MAX = 100
@@ -126,6 +126,7 @@ class ImageInfo(Struct, frozen=True, kw_only=True):
         shared_bytes: Of the layers that other images have, too; only in lists.
         used_unix_s: When a sandbox last started from it, or it was made; only in lists.
         kind: The root of a file system, or the disk of a machine.
+        needs: What a backend must have for its sandboxes.
         entrypoint, cmd: What other runtimes start.
         source: What it was built from, in one line.
     """
@@ -142,6 +143,7 @@ class ImageInfo(Struct, frozen=True, kw_only=True):
     shared_bytes: int = 0
     used_unix_s: float = 0.0
     kind: TemplateKind = "root"
+    needs: tuple[Need, ...] = ()
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
     source: str = ""

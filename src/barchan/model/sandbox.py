@@ -11,6 +11,8 @@ Phase = Literal["pending", "booting", "ready", "paused", "hibernated", "stopped"
 Network = Literal["none", "open", "allow"]
 Root = Literal["plain", "capable"]
 CpuClass = Literal["latency", "batch"]
+# What an image or a caller can ask of a sandbox's backend: see `backends.base.Capabilities`.
+Need = Literal["own_kernel", "memory_snapshot", "fork", "screen"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}$")]
 BackendName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 ProcessId = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -44,7 +46,10 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Attributes:
         template: Name or digest of an image the node has (`barchan image list`).
         layers: Images whose own layers go above the template's, the last one topmost.
-        backend: How isolation is done: the name of one that the node has (`barchan doctor`).
+        backend: How isolation is done: the name of one that the node has (`barchan doctor`). `auto`: the strongest that
+            the image and the host allow and that has what is asked for here.
+        start_within_s: With `auto`: none that takes longer to start, as far as the node knows.
+        needs: What the backend must have, beside what the image needs of it.
         memory_mib: Limit of the guest's memory; reaching it kills inside the guest, with evidence.
         cpus: CPU time per wall time.
         cpu_class: `batch` runs only when no sandbox of class `latency` wants the processor.
@@ -70,6 +75,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     template: Name
     layers: tuple[Name, ...] = ()
     backend: BackendName = "container"
+    start_within_s: Seconds | None = None
+    needs: tuple[Need, ...] = ()
     memory_mib: Annotated[int, Meta(ge=16, le=1 << 20)] = 512
     cpus: Annotated[float, Meta(gt=0, le=1024)] = 1.0
     cpu_class: CpuClass = "latency"
@@ -102,6 +109,8 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
         memory_freed_bytes: What it takes less than when it was last running.
         stays_paused: Why it is not as far down as it was asked to be; empty: it is.
         awake_s: Since it last woke, or its node began to serve it; 0 while it sleeps, None for one that has ended.
+        backend_reason: Why `auto` came to the backend in `spec`; empty where one was named, and when the node that chose
+            has ended.
     """
 
     sandbox_id: str
@@ -120,6 +129,7 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
     memory_freed_bytes: int = 0
     stays_paused: str = ""
     awake_s: float | None = None
+    backend_reason: str = ""
 
 
 class Usage(Struct, frozen=True, kw_only=True):
@@ -163,7 +173,7 @@ class StartRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One program to start in the background; like `ExecRequest`, with a pty or an open stdin on demand.
 
     `timeout_s` None: it runs until it ends, is killed, or the sandbox ends. `overflow`: what happens when nobody reads
-    and `spool_bytes` are full: `drop` the oldest bytes, or `block` the process.
+    and `spool_bytes` are full: `drop` the oldest bytes, or `block` the process, which has 512 KiB at least.
     """
 
     argv: tuple[str, ...] | None = None

@@ -36,6 +36,7 @@ class Live:
         self.requests = 0  # in flight
         self.attached = 0  # that only listen: nobody waits for what they hear
         self.maker: asyncio.Task[None] | None = None
+        self.backend_reason = ""
         self.is_equipped = False
         self.is_set_up = False
         self.unavailable: BarchanError | None = None  # why it was stopped while it booted
@@ -66,7 +67,7 @@ class Live:
     def equip(self, handle: Handle, *, is_new: bool) -> None:
         self.is_equipped = True
         self.handle = handle
-        self.defaults = Defaults(self.spec, self.template, Network.env(self.spec))
+        self.defaults = Defaults(self.spec, self.template, Network.env(self.spec, handle))
         self.processes = Processes(handle, self.defaults, self.clock, is_new=is_new)
         self.files = Files(handle, self.processes, self.defaults)
 
@@ -110,6 +111,7 @@ class Live:
             memory_freed_bytes=self.rest.freed_bytes,
             stays_paused=self.rest.refused,
             awake_s=self.clock.awake_s,
+            backend_reason=self.backend_reason,
         )
 
 

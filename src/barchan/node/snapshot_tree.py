@@ -145,6 +145,11 @@ class SnapshotTree:
             spec = replace(spec, template=row.image)
         return await self._sandboxes.templates.template_for(spec)
 
+    def backend_of(self, spec: SandboxSpec) -> str | None:
+        """The backend that stored the processes which a sandbox goes on with; None: it starts with none."""
+        row = self._journal.find(spec.template) if spec.template.startswith(SNAPSHOT_PREFIX) else None
+        return None if row is None or row.kind == "fs" else row.spec.backend
+
     def start_of(self, spec: SandboxSpec) -> "Start | None":
         """How a sandbox starts that goes on from a snapshot's memory; None: as every other."""
         row = self._journal.find(spec.template) if spec.template.startswith(SNAPSHOT_PREFIX) else None

@@ -84,6 +84,7 @@ def _config(live: Live, asked: SnapshotRequest) -> TemplateConfig:
         entrypoint=below.entrypoint,
         cmd=below.cmd,
         base_layers=min(base_layers, len(below.layers)),
+        needs=below.needs,
         disk=None if below.disk is None else below.disk.above(live.spec.disk_mib),
         source=f"snapshot of {live.sandbox_id}, from {' + '.join((below.name, *live.spec.layers))}",
     )

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
-from barchan.model.sandbox import Network
+from barchan.model.image import NEEDS_LABEL, needs_of
+from barchan.model.sandbox import Need, Network
 from barchan.sdk.dockerignore import Ignored, read_ignored
 from barchan.sdk.dockerwords import expand, split_words
 from barchan.sdk.recipe import Put, Recipe, Run, Step, Take
@@ -22,7 +23,7 @@ from barchan.sdk.recipe import Put, Recipe, Run, Step, Take
 # What Docker, and every image of ours, starts with: the variable of a base of which nothing is known.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SHELL = ("/bin/sh", "-c")
-NO_EFFECT = ("EXPOSE", "LABEL")  # notes for who runs a container
+NO_EFFECT = ("EXPOSE",)  # a note for who runs a container
 _ARCHIVE = re.compile(r"\.(tar|tgz|tbz2?|txz|tar\.\w+)$", re.IGNORECASE)
 _HEREDOC = re.compile(r"(?:^|\s)\d*<<-?[\"']?[A-Za-z_]")
 _FLAG = re.compile(r"--([a-z]+)(?:=(\S*))?(?:\s+|$)")
@@ -141,6 +142,7 @@ class _Stage:
     known: dict[str, str]
     entrypoint: tuple[str, ...]
     cmd: tuple[str, ...]
+    needs: tuple[Need, ...] = ()
     shell: tuple[str, ...] = SHELL
     env: dict[str, str] = field(default_factory=dict)
     args: dict[str, str] = field(default_factory=dict)
@@ -168,6 +170,7 @@ class _Stage:
             workdir=self.workdir,
             entrypoint=self.entrypoint,
             cmd=self.cmd,
+            needs=self.needs,
         )
 
 
@@ -210,6 +213,7 @@ class _Reader:
             "SHELL": self._set_shell,
             "ENTRYPOINT": self._set_entrypoint,
             "CMD": self._set_cmd,
+            "LABEL": self._set_label,
         }
 
     def take(self, line: Line) -> None:
@@ -256,6 +260,7 @@ class _Reader:
                 known={**before.known, **before.env},
                 entrypoint=before.entrypoint,
                 cmd=before.cmd,
+                needs=before.needs,
                 shell=before.shell,
             )
         else:
@@ -426,6 +431,16 @@ class _Reader:
 
     def _set_cmd(self, line: Line, stage: _Stage) -> None:
         stage.cmd, stage.has_cmd = _started(line, stage), True
+
+    def _set_label(self, line: Line, stage: _Stage) -> None:
+        """One of them means something here; the others are notes for who runs a container."""
+        for word in split_words(line.rest, stage.variables):
+            name, _, value = word.partition("=")
+            if name == NEEDS_LABEL:
+                try:
+                    stage.needs = needs_of(value, "LABEL")
+                except InvalidSpec as error:
+                    raise ValueError(str(error)) from error
 
 
 def _absolute(pattern: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from barchan.model.sandbox import Env, Network
+from barchan.model.sandbox import Env, Need, Network
 
 
 class Run(Struct, frozen=True, kw_only=True, tag="run", forbid_unknown_fields=True):
@@ -74,6 +74,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         env, user, workdir: What sandboxes of the image start with, over the base's.
         entrypoint, cmd: What other runtimes start; None: as the base's. Told to whoever names the image: the files are
             the same.
+        needs: What a backend must have for the image's sandboxes, beside what the base needs; told likewise.
         memory_mib, disk_mib: Of the sandbox that the steps run in.
     """
 
@@ -85,5 +86,6 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workdir: str | None = None
     entrypoint: tuple[str, ...] | None = None
     cmd: tuple[str, ...] | None = None
+    needs: tuple[Need, ...] = ()
     memory_mib: Annotated[int, Meta(ge=16)] = 2048
     disk_mib: Annotated[int, Meta(ge=1)] = 8192
