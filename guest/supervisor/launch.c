@@ -186,7 +186,7 @@ _Noreturn void exec_init(const struct sandbox *sandbox, int spool_fd, int proxy_
 	snprintf(root, sizeof(root), "%llu", (unsigned long long)root_capabilities(&sandbox->spec));
 	must(drop_privileges(&sandbox->spec));
 	enter_stage(STAGE_SECCOMP);
-	must(seccomp_install(sandbox->spec.is_zygote));
+	must(seccomp_install(&sandbox->spec));
 	/* The init accepts once it runs; the supervisor may connect and answer the node meanwhile. */
 	must(send_report(STAGE_READY, 0, proxy_fd));
 	enter_stage(STAGE_EXEC);

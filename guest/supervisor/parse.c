@@ -55,14 +55,15 @@ static int parse_network(const char *text, enum network *network)
 	return -1;
 }
 
-/* `self`, or the id of one that runs. */
+/* `self`, `calls` (itself as well, of workers), or the id of one that runs. */
 static int parse_zygote(const char *text, struct spec *spec)
 {
 	const struct sandbox *zygote = text ? sandbox_by_id(text) : NULL;
 
 	if (!text)
 		return 0;
-	spec->is_zygote = strcmp(text, "self") == 0;
+	spec->keeps_calls = strcmp(text, "calls") == 0;
+	spec->is_zygote = spec->keeps_calls || strcmp(text, "self") == 0;
 	if (!spec->is_zygote && (!zygote || zygote->state != SANDBOX_RUNNING || !zygote->spec.is_zygote))
 		return -1;
 	snprintf(spec->zygote, sizeof(spec->zygote), "%s", spec->is_zygote ? "" : text);

@@ -39,7 +39,10 @@
 #define QUERY_PERSONALITY 0xffffffffu
 #define ERRNO(number) (SECCOMP_RET_ERRNO | (number))
 
-enum action { DENY, ALLOW, ABSENT, ENTER, CHECK_CLONE, CHECK_UNSHARE, CHECK_IOCTL, CHECK_SOCKET, CHECK_PERSONALITY, CHECK_PRCTL };
+/* What a worker's keeper makes for each call (docs/decisions/0022-calls.md), from the rights that it has in its own sandbox. */
+#define NAMESPACES_OF_CALLS (CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWNET)
+
+enum action { DENY, ALLOW, ABSENT, ENTER, MOUNT, CHECK_CLONE, CHECK_UNSHARE, CHECK_IOCTL, CHECK_SOCKET, CHECK_PERSONALITY, CHECK_PRCTL };
 
 static const short allowed[] = {
 #if defined(__x86_64__)
@@ -89,7 +92,8 @@ static const short allowed[] = {
 };
 
 static struct sock_filter program[1024];
-static unsigned length, enter_at; /* where the answer to setns stands */
+/* Where the answers to setns and mount stand, and the mask of unshare. */
+static unsigned length, enter_at, mount_at, unshare_at;
 static enum action actions[NUMBERS_END];
 static struct {
 	unsigned first;
@@ -159,8 +163,15 @@ static void emit_action(enum action action)
 		enter_at = length;
 		emit_return(ERRNO(EPERM));
 		break;
+	case MOUNT:
+		mount_at = length;
+		emit_return(ERRNO(EPERM));
+		break;
 	case CHECK_CLONE: emit_mask_check(NEW_NAMESPACES); break;
-	case CHECK_UNSHARE: emit_mask_check(NEW_NAMESPACES | NEW_TIME_NAMESPACE); break;
+	case CHECK_UNSHARE:
+		unshare_at = length + 1;
+		emit_mask_check(NEW_NAMESPACES | NEW_TIME_NAMESPACE);
+		break;
 	case CHECK_IOCTL:
 		emit_load_argument(1);
 		emit_value_check(terminal, COUNT(terminal), ERRNO(EPERM), SECCOMP_RET_ALLOW);
@@ -201,6 +212,7 @@ static void decide(void)
 		actions[allowed[i]] = ALLOW;
 	actions[SYS_clone] = CHECK_CLONE;
 	actions[SYS_setns] = ENTER;
+	actions[SYS_mount] = MOUNT;
 	actions[SYS_clone3] = ABSENT;
 	actions[SYS_unshare] = CHECK_UNSHARE;
 	actions[SYS_ioctl] = CHECK_IOCTL;
@@ -230,13 +242,19 @@ int seccomp_compile(void)
 	return 0;
 }
 
-/* `may_enter`: with setns, which reaches no namespace but those of a zygote's own sandboxes. The calling process is about to
- * execute something: the program is its own copy. */
-int seccomp_install(bool may_enter)
+/* A zygote's has setns, which reaches no namespace but those of its own sandboxes, and one whose forks keep calls has what they make a
+ * call's place with. The calling process is about to execute something: the program is its own copy. */
+int seccomp_install(const struct spec *spec)
 {
 	struct sock_fprog filter = {(unsigned short)length, program};
 
-	if (may_enter)
+	if (options.no_seccomp)
+		return 0;
+	if (spec->is_zygote)
 		program[enter_at].k = SECCOMP_RET_ALLOW;
-	return options.no_seccomp ? 0 : (int)syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &filter);
+	if (spec->keeps_calls) {
+		program[mount_at].k = SECCOMP_RET_ALLOW;
+		program[unshare_at].k &= ~(uint32_t)NAMESPACES_OF_CALLS;
+	}
+	return (int)syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &filter);
 }

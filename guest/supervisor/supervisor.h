@@ -98,7 +98,7 @@ struct spec {
 	enum network network;
 	bool capable_root;
 	bool batch; /* runs only where nobody else wants the processor */
-	bool is_zygote;
+	bool is_zygote, keeps_calls; /* a zygote, and one whose forks do */
 	char zygote[ID_MAX + 1]; /* whose forks are to enter it; empty: none */
 };
 
@@ -387,7 +387,7 @@ int die_with_supervisor(void);
 
 /* seccomp.c */
 int seccomp_compile(void);
-int seccomp_install(bool may_enter);
+int seccomp_install(const struct spec *spec);
 
 /* zygote.c */
 bool zygote_is_possible(void);

@@ -22,6 +22,7 @@ ENVIRONMENT_READERS = (
     PACKAGE / "rollout" / "graders" / "judge.py",  # a task names its judge's key, which must be in no file
     PACKAGE / "sdk" / "endpoint.py",  # where the user's own node is: a program finds the one that commands use
     PACKAGE / "backends" / "container" / "interpreter.py",  # a program of the guest, which gives others theirs
+    PACKAGE / "backends" / "function" / "keeper.py",  # likewise
     ROOT / "tests",
     ROOT / "scripts",
     ROOT / "hatch_build.py",

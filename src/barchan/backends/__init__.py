@@ -8,7 +8,13 @@ from barchan.backends.base import Backend, Host
 from barchan.errors import InvalidSpec
 
 GROUP = "barchan.backends"  # of entry points, by which installed packages add theirs
-BACKENDS = {"container": "barchan.backends.container.backend:ContainerBackend"}
+BACKENDS = {
+    "container": "barchan.backends.container.backend:ContainerBackend",
+    "function": "barchan.backends.function.backend:FunctionBackend",
+    "gvisor": "barchan.backends.gvisor.backend:GvisorBackend",
+    "microvm": "barchan.backends.microvm.backend:MicrovmBackend",
+    "vm": "barchan.backends.vm.backend:VmBackend",
+}
 
 
 @cache

@@ -24,6 +24,7 @@ from barchan.node.sandboxes import Sandboxes
 from barchan.wire.api import error_body
 
 IDLE_CHECK_S = 1.0
+SWITCH_S = 0.001  # after which a thread that packs or unpacks gives way to the event loop
 LIMITS = {
     "running_max": "live sandboxes at most (default: as memory lets)",
     "starting_max": "sandboxes made at once (default: 4 per processor)",
@@ -146,6 +147,7 @@ async def _serve(arguments: argparse.Namespace, sandboxes: Sandboxes) -> None:
         if not sandboxes.is_occupied:
             await sandboxes.end_backends()
     finally:
+        await sandboxes.calls.close()
         for runner in runners:
             await runner.cleanup()
         await sandboxes.close()
@@ -176,6 +178,7 @@ async def _run(arguments: argparse.Namespace) -> None:
     gc.collect()
     gc.freeze()  # what is loaded now stays: collections need not walk it again and again
     gc.set_threshold(50_000, 20, 50)
+    sys.setswitchinterval(SWITCH_S)
     await _serve(arguments, sandboxes)
 
 

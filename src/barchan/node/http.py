@@ -19,6 +19,7 @@ from barchan.model.sandbox import ExecRequest, OutputChunk, SandboxSpec, StartRe
 from barchan.node import gc, snapshots, upkeep
 from barchan.node.collect import Stream, encode_chunk, output_chunk
 from barchan.node.handlers import Handlers
+from barchan.node.http_calls import CallHandlers
 from barchan.node.http_files import FileHandlers
 from barchan.node.http_screen import ScreenHandlers
 from barchan.node.http_state import StateHandlers
@@ -26,6 +27,7 @@ from barchan.node.live import Live
 from barchan.node.replies import STREAMING, begin_stream, flag, is_packed, labels_of, number, reply, seconds
 from barchan.node.sandboxes import Sandboxes
 from barchan.wire import api, openapi
+from barchan.wire import calls as wire_calls
 from barchan.wire import guest as wire
 from barchan.wire.api import ROUTES, Awake, Empty, Signalled, StdinWritten
 
@@ -46,10 +48,12 @@ class Server(Handlers):
     def application(self) -> web.Application:
         app = web.Application(client_max_size=api.BODY_BYTES_MAX)
         groups = (self, FileHandlers(self.sandboxes), StateHandlers(self.sandboxes), ScreenHandlers(self.sandboxes))
+        calls = CallHandlers(self.sandboxes)
         for route in ROUTES:
-            handler = next(getattr(group, route.name) for group in groups if hasattr(group, route.name))
+            handler = next(getattr(group, route.name) for group in (*groups, calls) if hasattr(group, route.name))
             app.router.add_route(route.method, route.path, self._guarded(handler))
         app.router.add_get("/openapi.json", self._guarded(self.openapi))
+        app.router.add_get(wire_calls.PATH, self._guarded(calls.connect))
         return app
 
     def _guarded(self, handler: Handler) -> Handler:

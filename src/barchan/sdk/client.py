@@ -18,6 +18,7 @@ from barchan.sdk.aio.client import CREATE_TIMEOUT_S, AsyncClient, connect_async
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.aio.snapshot import TRANSFER_TIMEOUT_S, AsyncSnapshot
 from barchan.sdk.background import iterate, run
+from barchan.sdk.calls import Calling
 from barchan.sdk.options import CreateOptions, zygote_spec
 from barchan.sdk.recipe import Recipe
 from barchan.sdk.sandbox import Sandbox
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from barchan.sdk.template import TemplateBuilder
 
 
-class Client:
+class Client(Calling):
     """A connection to one node, made by `connect()`; closing it ends the sandboxes it made, but detached ones."""
 
     def __init__(self, twin: AsyncClient) -> None:

@@ -252,6 +252,20 @@ async def _open_unix(unix: socket.socket) -> tuple[asyncio.StreamReader, asyncio
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
+async def open_socket(endpoint: Endpoint) -> socket.socket | None:
+    """A socket connected to a node of this host; None for one that is reached by TCP.
+
+    Raises:
+        ConnectionLost: There is none.
+    """
+    if endpoint.unix_path is None:
+        return None
+    try:
+        return await _unix_socket(endpoint.unix_path)
+    except OSError as error:
+        raise ConnectionLost(f"{endpoint} can't be reached: {error.strerror or error}", sent=0) from error
+
+
 async def _unix_socket(path: str) -> socket.socket:
     """A connected socket. Connecting never waits: a full queue is EAGAIN, which asyncio would take for a connection."""
     unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

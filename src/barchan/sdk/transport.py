@@ -125,6 +125,12 @@ class Transport:
 
         return await self._persist(attempt, timeout_s, True, RESEND_S)
 
+    async def connect(self, attempt: Callable[[Endpoint, str | None], Awaitable[T]], *, timeout_s: float) -> T:
+        """Attempt to make a connection of another kind, given where to and the token; a lost one is tried again."""
+        if self._closed:
+            raise LocalProtocolError("the client is closed")
+        return await self._persist(lambda: attempt(self.endpoint, self._token), timeout_s, True, RESEND_S)
+
     async def _exchange(self, call: Call[Any], target: str, body: Body) -> Response:
         pool = await self._pool()
         response = await pool.exchange(call.method, target, body, call.content_type)

@@ -20,6 +20,7 @@ from barchan.errors import (
     SandboxExpired,
     from_wire,
 )
+from barchan.model.calls import CallsInfo
 from barchan.model.fork import Forked, ForkRequest
 from barchan.model.gc import GcReport, GcRequest
 from barchan.model.image import NameRequest, Rebased, RebaseRequest
@@ -152,6 +153,7 @@ ROUTES: tuple[Route, ...] = (
           summary="Put images that were built on one image on another one: a record for each, as it is done or refused."),
     Route("pool", "GET", "/v1/pool", PoolInfo, summary="The warm pool: what is ready, and what became of it so far."),
     Route("pool_set", "PUT", "/v1/pool", PoolInfo, body=PoolRequest, body_kind="value", summary="Keep so many slots ready from now on."),
+    Route("call_info", "GET", "/v1/calls", CallsInfo, summary="Calls: the workers there are, and what became of all so far."),
     Route("create", "POST", "/v1/sandboxes", SandboxInfo, body=SandboxSpec, body_kind="value", summary="Start a sandbox."),
     Route("list", "GET", "/v1/sandboxes", list[SandboxInfo], query={"label": list, "create_id": str},
           summary="Live sandboxes; `label=key=value` repeats and all must match."),

@@ -1,8 +1,9 @@
-"""What a zygote's Python runs; read as text by `zygote.py` and never imported by a node.
+"""What a zygote's Python runs; read as text by `interpreter_start.py` and never imported by a node.
 
 It runs on the image's own Python, 3.8 or newer with ctypes, and on nothing else. docs/formats/zygote-protocol.md has
 the messages. Three kinds of process: the zygote, which has imported what was asked; one server per sandbox, forked from
-it, that has moved into the sandbox and given up every right; one fork of the server per program.
+it, that has moved into the sandbox and given up every right; one fork of the server per program. A text that follows
+this one may add other kinds of server (`SERVERS`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ SECCOMP_MODE_FILTER = 2
 SECURE_BITS = 0xEF  # no user and no file gives a capability, locked; as every program of a sandbox has it
 CAPABILITY_VERSION_3 = 0x20080522
 SETNS = {"x86_64": 308, "aarch64": 268}
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Identity = tuple[int, int, list[int]]  # user, group, further groups
+
+# What a fork becomes in its sandbox, by the name that it is asked for by. It still has every right there.
+SERVERS: dict[str, Callable[[int, dict[str, str], Identity], None]] = {}
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -85,7 +95,7 @@ def close_others(keep: set[int]) -> None:
 # --- the zygote ------------------------------------------------------------------------------------------------------
 
 
-def find_user(user: str) -> tuple[int, int, list[int]]:
+def find_user(user: str) -> Identity:
     """Ids and groups of `NAME`, `UID` or either with `:GROUP`, as the image's files have them."""
     import grp
     import pwd
@@ -122,8 +132,13 @@ def refuse_setns() -> None:
     checked(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program)), "seccomp")
 
 
-def give_up_rights(uid: int, gid: int, groups: list[int]) -> None:
-    """Become the guest's user, with what every program of the sandbox has: no capability, now or later."""
+def give_up_rights(identity: Identity, refuse: Callable[[], None]) -> None:
+    """Become the guest's user, with what every program of the sandbox has: no capability, now or later.
+
+    Args:
+        refuse: Forbids itself the calls that a zygote's forks may make and other programs may not.
+    """
+    uid, gid, groups = identity
     checked(prctl(PR_SET_SECUREBITS, SECURE_BITS), "securebits")
     capability = 0
     while libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
@@ -135,12 +150,12 @@ def give_up_rights(uid: int, gid: int, groups: list[int]) -> None:
     os.setresuid(uid, uid, uid)
     header = ctypes.create_string_buffer(struct.pack("<Ii", CAPABILITY_VERSION_3, 0))
     checked(libc.capset(header, ctypes.create_string_buffer(bytes(24))), "capset")
-    refuse_setns()
+    refuse()
     # Its files in /proc are its own user's, as those of a program that was executed.
     checked(prctl(PR_SET_DUMPABLE, 1), "dumpable")
 
 
-def enter(identity: tuple[int, int, list[int]], name: str, fds: list[int]) -> None:
+def enter(identity: Identity, asked: dict[str, str], fds: list[int]) -> None:
     """In a fork of the zygote: move into the sandbox and go on there as a child of its init. Does not return."""
     line, namespaces, groups = fds[0], fds[1 : 1 + len(NAMESPACES)], fds[1 + len(NAMESPACES) :]
     try:
@@ -157,8 +172,7 @@ def enter(identity: tuple[int, int, list[int]], name: str, fds: list[int]) -> No
             os._exit(0)
         # The last one: from here on the files are the guest's, and nothing is opened before the rights are gone.
         checked(libc.setns(namespaces[-1], NAMESPACES[-1]), "setns mnt")
-        give_up_rights(*identity)
-        Server(line, name).serve()
+        SERVERS[asked["server"]](line, asked, identity)
     except BaseException as error:  # whatever it is, the node is told, and nothing goes on
         refuse(line, error)
         os._exit(1)
@@ -219,7 +233,7 @@ def zygote() -> None:
     gc.collect()
     gc.freeze()  # what is there stays: a collection in a fork would write to all of its pages
     os.write(status, b"ready\n")
-    users: dict[str, tuple[int, int, list[int]]] = {}
+    users: dict[str, Identity] = {}
     while True:
         connection, _ = listener.accept()
         text, fds = receive(connection)
@@ -229,7 +243,7 @@ def zygote() -> None:
         close_all(fds)
 
 
-def fork_into(asked: dict[str, str], fds: list[int], users: dict[str, tuple[int, int, list[int]]]) -> None:
+def fork_into(asked: dict[str, str], fds: list[int], users: dict[str, Identity]) -> None:
     """One fork for one sandbox; `users` are those that were looked up before."""
     user = asked["user"]
     try:
@@ -237,7 +251,7 @@ def fork_into(asked: dict[str, str], fds: list[int], users: dict[str, tuple[int,
             users.clear()
         identity = users[user] = users.get(user) or find_user(user)
         if os.fork() == 0:
-            enter(identity, asked["name"], fds)
+            enter(identity, asked, fds)
     except (KeyError, OSError) as error:
         refuse(fds[0], error)
 
@@ -360,6 +374,13 @@ class Server:
             connection.close()
 
 
+def serve_programs(line: int, asked: dict[str, str], identity: Identity) -> None:
+    give_up_rights(identity, refuse_setns)
+    Server(line, asked["name"]).serve()
+
+
+SERVERS["programs"] = serve_programs
+
 # --- a program -------------------------------------------------------------------------------------------------------
 
 
@@ -433,9 +454,14 @@ def execute(source: bytes, arguments: list[str]) -> int:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv = ["-c", *arguments]
+    return carry_out(lambda: exec(compile(source, "<string>", "exec"), main.__dict__))
+
+
+def carry_out(work: Callable[[], object]) -> int:
+    """The last thing that a process does: the exit code of a program that is this."""
     code = 0
     try:
-        exec(compile(source, "<string>", "exec"), main.__dict__)
+        work()
     except SystemExit as error:
         code = exit_code(error)
     except KeyboardInterrupt:
@@ -443,7 +469,9 @@ def execute(source: bytes, arguments: list[str]) -> int:
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException as error:
         trace = error.__traceback__
-        shown = error.with_traceback(trace.tb_next if trace else None)  # without this function
+        while trace and trace.tb_frame.f_globals is globals():  # of ours, not of the program's
+            trace = trace.tb_next
+        shown = error.with_traceback(trace)
         sys.excepthook(type(shown), shown, shown.__traceback__)
         code = 1
     # What the interpreter does at its end, but for taking the heap apart, which would copy all of it.
@@ -462,7 +490,3 @@ def exit_code(error: SystemExit) -> int:
         return (error.code or 0) & 255
     sys.stderr.write(f"{error.code}\n")
     return 1
-
-
-if __name__ == "__main__":
-    zygote()

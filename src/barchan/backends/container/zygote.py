@@ -11,14 +11,20 @@ import json
 import secrets
 import socket
 from collections.abc import Coroutine, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from barchan.backends.base import Handle
+from barchan.backends.container.interpreter_start import (
+    STATUS_BYTES_MAX,
+    limit_mib,
+    memory_mib,
+    running_in,
+    start_interpreter,
+)
 from barchan.backends.container.supervisor import Answer
-from barchan.backends.guest import GuestProcess, Reader
-from barchan.errors import BackendError, BarchanError, CapacityError, InitDied, InvalidSpec
-from barchan.image.template import GUEST_PATH, Template
+from barchan.backends.guest import GuestProcess
+from barchan.errors import BackendError, BarchanError, CapacityError, InvalidSpec
+from barchan.image.template import Template
 from barchan.model.sandbox import SandboxSpec, Zygote
 from barchan.wire import guest as wire
 
@@ -26,18 +32,13 @@ if TYPE_CHECKING:
     from barchan.backends.container.backend import ContainerBackend
 
 PREFIX = "zy_"  # of the ids of their sandboxes, which no node gives to others
+PREFIX_FOR_CALLS = "zy_calls"  # of those whose forks keep calls
+CALLS_PREFIX = "ca_"  # of the ids of the sandboxes in which calls run
 ZYGOTES_MAX = 32
 IDLE_S = 120.0  # for which one is kept that no sandbox needs
-IMPORT_S = 100.0  # less than a client waits for a create
 ENTER_S = 10.0
 ENTERING_MAX = 32  # forks of one zygote under way; it works at one after the other
-STATUS_BYTES_MAX = 8 << 10
-MESSAGES_BYTES_KEPT = 2000
-MEMORY_MIB, DISK_MIB, PIDS_MAX, CPUS = 2048, 1024, 512, 2.0
-MEMORY_SHARE = 0.25  # of the host's, at most
-PROGRAM = "import sys; exec(compile(sys.stdin.buffer.read(), '<zygote>', 'exec'))"
-# A thread that an import starts is in no fork: these make the usual libraries do without.
-ENV = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
+DISK_MIB, PIDS_MAX, CPUS = 1024, 512, 2.0
 RETRY_AFTER_MS = 5000
 
 
@@ -77,37 +78,9 @@ def is_zygote(sandbox_id: str) -> bool:
     return sandbox_id.startswith(PREFIX)
 
 
-class _Status(Reader):
-    """What a starting interpreter says of itself, and the end of what its imports print."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._status = b""
-        self._messages = b""
-
-    def output(self, stream: int, offset: int, data: bytes) -> None:
-        self.consumed[stream] = offset + len(data)
-        if stream == wire.STDERR:
-            self._messages = (self._messages + data)[-MESSAGES_BYTES_KEPT:]
-            return
-        self._status = (self._status + data)[:STATUS_BYTES_MAX]
-        if b"\n" in self._status or len(self._status) == STATUS_BYTES_MAX:
-            self._say(self._status.split(b"\n")[0].decode("utf-8", "replace"))
-
-    def finished(self) -> None:
-        self._say("")
-
-    def lost(self, error: Exception) -> None:
-        self._say("")
-
-    def _say(self, text: str) -> None:
-        if not self.said.done():
-            self.said.set_result(text)
-
-    @property
-    def messages(self) -> str:
-        return self._messages.decode("utf-8", "replace").strip()
+def is_for_calls(sandbox_id: str) -> bool:
+    """Whether calls run in this sandbox, which no user knows, and nothing else does."""
+    return sandbox_id.startswith(CALLS_PREFIX)
 
 
 class _Zygote:
@@ -134,20 +107,24 @@ class _Zygote:
 class _User:
     """One sandbox of a zygote, and the line to the server in it. The line's end is the server's."""
 
-    def __init__(self, zygote: _Zygote, user: str) -> None:
+    def __init__(self, zygote: _Zygote, user: str, disk_mib: int) -> None:
         self.zygote = zygote
         self.user = user
+        self.disk_mib = disk_mib
         self.name = ""
         self.line: socket.socket | None = None
         self.lock = asyncio.Lock()
 
-    def hold(self, line: socket.socket, name: str) -> None:
+    def hold(self, line: socket.socket, name: str, *, has_more: bool) -> None:
+        """`has_more`: the line is for another to read."""
         self.line, self.name = line, name
-        asyncio.get_running_loop().add_reader(line.fileno(), self._readable)
+        if not has_more:
+            asyncio.get_running_loop().add_reader(line.fileno(), self._readable)
 
     def _readable(self) -> None:
         """It says nothing more: this is its end, or a guest's nonsense, and either way it is done with."""
         self.let_go()
+
 
     def let_go(self) -> None:
         if self.line is not None:
@@ -200,7 +177,7 @@ class Zygotes:
             CapacityError: There are too many others.
         """
         if is_zygote(sandbox_id):
-            return {"zygote": "self"}
+            return {"zygote": "calls" if sandbox_id.startswith(PREFIX_FOR_CALLS) else "self"}
         if spec.zygote is None:
             return {}
         zygote = self._take_up(sandbox_id, spec, template)
@@ -232,6 +209,13 @@ class Zygotes:
                         raise
                     await self._enter(sandbox_id, user)  # its end was seen late
             return user.name
+
+    def take_line(self, sandbox_id: str) -> socket.socket:
+        """The line to what keeps the calls of a sandbox that was just created for them; the caller's from now on."""
+        user = self._users[sandbox_id]
+        assert user.line is not None
+        line, user.line = user.line, None
+        return line
 
     def left(self, sandbox_id: str) -> None:
         """The sandbox is gone."""
@@ -286,7 +270,7 @@ class Zygotes:
             spec.network == "open"
         ):  # what keeps a guest from the host's metadata addresses lies where a zygote has rights
             raise InvalidSpec('network="open" and zygote= exclude each other (try: network="allow" with allow_hosts)')
-        key = _key(template, spec.zygote)
+        key = _key(template, spec.zygote, keeps_calls=is_for_calls(sandbox_id))
         zygote = self._zygotes.get(key)
         if zygote is None:
             self._make_room()
@@ -298,14 +282,14 @@ class Zygotes:
             zygote.idle.cancel()
             zygote.idle = None
         zygote.users.add(sandbox_id)
-        self._users[sandbox_id] = _User(zygote, spec.user or template.user or "root")
+        self._users[sandbox_id] = _User(zygote, spec.user or template.user or "root", spec.disk_mib)
         return zygote
 
     def _make_room(self) -> None:
         """The one that has idled the longest gives way. No sandbox's limit has room for what one may take."""
-        if _memory_mib("MemAvailable") < _limit_mib():
+        if memory_mib("MemAvailable") < limit_mib():
             raise CapacityError(
-                f"the host has no room for a zygote, which may take {_limit_mib()} MiB", retry_after_ms=RETRY_AFTER_MS
+                f"the host has no room for a zygote, which may take {limit_mib()} MiB", retry_after_ms=RETRY_AFTER_MS
             )
         if len(self._zygotes) < ZYGOTES_MAX:
             return
@@ -328,7 +312,7 @@ class Zygotes:
     async def _start(self, zygote: _Zygote) -> None:
         spec = SandboxSpec(
             template=zygote.template.name,
-            memory_mib=_limit_mib(),
+            memory_mib=limit_mib(),
             disk_mib=DISK_MIB,
             pids_max=PIDS_MAX,
             cpus=CPUS,
@@ -339,10 +323,12 @@ class Zygotes:
             zygote.handle = handle = await make(zygote.sandbox_id, spec, zygote.template)
             zygote.is_made = True
             handle.ended.add_done_callback(lambda ended: self._gone(zygote))
-            zygote.process = await _running_in(handle)
+            zygote.process = await running_in(handle)
             if zygote.is_ready:
                 return
-        zygote.process = await _start_interpreter(zygote.handle, zygote.asked, zygote.template)
+        zygote.process = await start_interpreter(
+            zygote.handle, zygote.asked, zygote.template, keeps_calls=zygote.key.startswith("calls")
+        )
 
     def _gone(self, zygote: _Zygote) -> None:
         """Its sandbox ended, and with it those inside."""
@@ -385,7 +371,9 @@ class Zygotes:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                text = json.dumps({"user": user.user, "name": name})
+                server = "calls" if is_for_calls(sandbox_id) else "programs"
+                asked = {"user": user.user, "name": name, "server": server, "room_mib": str(user.disk_mib)}
+                text = json.dumps(asked)
                 (await self._host.request("enter", fds=[theirs.fileno()], id=sandbox_id, text=text)).close()
             ours.setblocking(False)
             async with asyncio.timeout(ENTER_S):
@@ -401,7 +389,7 @@ class Zygotes:
             ours.close()
             why = said.decode("utf-8", "replace") or "it ended without a word"
             raise BackendError(f"the zygote's fork could not enter {sandbox_id}: {why}")
-        user.hold(ours, name)
+        user.hold(ours, name, has_more=is_for_calls(sandbox_id))
 
 
 async def _kill(zygote: _Zygote) -> None:
@@ -410,21 +398,9 @@ async def _kill(zygote: _Zygote) -> None:
         await zygote.handle.guest.signal(zygote.process, 9, wire.Scope.ALL)
 
 
-def _memory_mib(name: str) -> int:
-    """A line of /proc/meminfo."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) >> 10
-    raise BackendError(f"/proc/meminfo has no {name}")
-
-
-def _limit_mib() -> int:
-    return min(MEMORY_MIB, int(_memory_mib("MemTotal") * MEMORY_SHARE))
-
-
-def _key(template: Template, asked: Zygote) -> str:
+def _key(template: Template, asked: Zygote, *, keeps_calls: bool) -> str:
     text = json.dumps([template.digest, asked.python, asked.imports])
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
+    return ("calls" if keeps_calls else "") + hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def _key_of(sandbox_id: str) -> str:
@@ -435,57 +411,3 @@ def _look_at(task: "asyncio.Future[None]") -> None:
     """A failure is for whoever waits; one that nobody waits for was of a zygote that goes anyway."""
     if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, BarchanError):
         asyncio.get_running_loop().call_exception_handler({"message": "a zygote failed", "exception": error})
-
-
-async def _running_in(handle: Handle) -> GuestProcess | None:
-    """The interpreter that an earlier node started, if it still runs."""
-    for item in await handle.guest.listed():
-        if not item.exited:
-            return await handle.guest.find(item.process_id)
-    return None
-
-
-async def _start_interpreter(handle: Handle, asked: Zygote, template: Template) -> GuestProcess:
-    """Start it, and wait until it has imported all.
-
-    Raises:
-        InvalidSpec: It did not get there; the message has its own words.
-        InitDied: Its sandbox ended.
-    """
-    status = _Status()
-    start = wire.Start(
-        process_id=f"zygote-{secrets.token_hex(4)}",
-        argv=(asked.python, "-c", PROGRAM, json.dumps(asked.imports)),
-        flags=wire.StartFlag.FOLLOW,
-        user="root",
-        env={"PATH": GUEST_PATH, "LANG": "C.UTF-8", **template.env, **ENV},
-        stdin=Path(__file__).with_name("interpreter.py").read_bytes(),
-    )
-    process = await handle.guest.start(start, status)
-    try:
-        async with asyncio.timeout(IMPORT_S):
-            said = await status.said
-        if said == "ready":
-            return process
-        if handle.ended.done():
-            raise InitDied(f"the sandbox of the zygote of {template.name} ended")
-        why = said.removeprefix("error ") or await _end_of(process, asked, status)
-    except TimeoutError:
-        why = f"its imports take more than {IMPORT_S:g} s"
-    finally:
-        process.remove_reader(status)
-    if not process.ended.done():
-        await handle.guest.signal(process, 9, wire.Scope.ALL)
-    raise InvalidSpec(f"no zygote of {template.name} with imports {', '.join(asked.imports) or 'none'}: {why}")
-
-
-async def _end_of(process: GuestProcess, asked: Zygote, status: _Status) -> str:
-    """How an interpreter ended that had nothing to say."""
-    wstatus = (await process.ended).wstatus
-    if wstatus & 0x7F == 0 and wstatus >> 8 in (126, 127):
-        what = "has no" if wstatus >> 8 == 127 else "does not let root run"
-        return f"the image {what} {asked.python} ({status.messages})"
-    if wstatus & 0x7F == 9:
-        return f"it was killed while it imported, as is what needs more than {_limit_mib()} MiB"
-    how = f"signal {wstatus & 0x7F}" if wstatus & 0x7F else f"exit code {wstatus >> 8}"
-    return f"it ended with {how} while it imported: {status.messages}"

@@ -17,6 +17,7 @@ from barchan.model.node import Budget, ImageInfo, Killed, LayerInfo, NodeInfo
 from barchan.model.pool import PoolInfo, PoolRequest
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.model.tiers import Waiting
+from barchan.sdk.aio.calls import AsyncCalling
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.aio.snapshot import AsyncSnapshot, spec_of
 from barchan.sdk.aio.state import StateCalls
@@ -56,7 +57,7 @@ _GC_TIMEOUT_S = 600.0  # a layer may be a whole tree of files
 _REBASE_QUIET_S = 600.0  # while large images are looked into
 
 
-class AsyncClient(StateCalls):
+class AsyncClient(StateCalls, AsyncCalling):
     """A connection to one node, made by `connect_async()`; closing it ends the sandboxes it made, but detached ones."""
 
     def __init__(
@@ -94,6 +95,7 @@ class AsyncClient(StateCalls):
                 await pool.stop()
             await self._lease.end()
         finally:
+            await self._end_calls()
             await self._transport.close()
 
     async def create(
