@@ -21,6 +21,7 @@ from barchan.model.snapshot import MemoryRecord
 from barchan.snapshot.pager.link import PagerLink
 
 Unavailability = Callable[[Sequence[str], str], None]
+WHY_CHARS_MAX = 400
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
@@ -101,11 +102,19 @@ class Activity(Struct, frozen=True, kw_only=True):
 
 
 class Handle(Protocol):
-    """One live sandbox of a backend.
+    """One live sandbox of a backend. Whoever has it calls `destroy` in the end; until then the sandbox lives.
 
-    `ended` is done when the init is gone without having been asked to. `listener` (network `allow`) is a listening
-    TCP socket inside the sandbox; `netns` (network `open`) a descriptor of its network namespace; both belong to
-    the handle.
+    `guest` is the connection to its init: programs, their streams, signals and files are asked of that, and are the
+    same for every backend. Where that connection is lost and the guest is not, the handle takes up another one.
+    `ended` is done when the init is gone without having been asked to, however that came: every call afterwards may
+    raise `SandboxLost`, but `destroy`. `listener` (network `allow`) is a listening TCP socket inside the sandbox;
+    `netns` (network `open`) a descriptor of its network namespace; both belong to the handle.
+
+    Limits (`memory_mib`, `pids_max`, `disk_mib`, `cpus`) hold for the guest, not for its init: with all of them
+    exhausted, `guest` answers, file operations and programs of the platform's leaf run, and a kill kills.
+
+    Calls may overlap, and whatever the guest does they come to an end: they answer, or raise. What is not said of a
+    cancellation: it leaves the sandbox as it was, or as the call would have left it.
     """
 
     sandbox_id: str
@@ -123,10 +132,22 @@ class Handle(Protocol):
     def netns(self) -> int | None: ...
 
     async def destroy(self) -> None:
-        """Kill everything in the sandbox and remove all it left on the host. Safe to repeat and to run at any time."""
+        """Kill everything in the sandbox and remove all it left on the host: processes, mounts, cgroups, namespaces,
+        files. Safe to repeat and to run at any time, also amid every other call, which then ends. Readers of `guest`
+        are told by the caller, before.
+
+        Raises:
+            BackendError: What holds the sandbox can't be reached; it removes it when it ends.
+
+        Cancellation: The removal goes on.
+        """
 
     async def platform_leaf(self) -> None:
-        """Make room beside the guest's limits for platform execs; repeating is cheap."""
+        """Make room beside the guest's limits for platform execs; repeating is cheap.
+
+        Raises:
+            BackendError, SandboxLost: There is none, and nothing has changed.
+        """
 
     async def pack(self, target: Path) -> None:
         """Write the sandbox's writable layer, as it is at one moment, into a new file: an EROFS image.
@@ -139,7 +160,7 @@ class Handle(Protocol):
         """
 
     async def pack_cut(self, name: str, target: Path) -> None:
-        """As `pack`, of the sandbox's cut `name`."""
+        """As `pack`, of the sandbox's cut `name`; the guest goes on meanwhile."""
 
     async def cut(self, name: str) -> None:
         """Keep the writable layer, as it is at one moment, as the cut `name`, until `remove_cut` or the next node.
@@ -176,13 +197,26 @@ class Handle(Protocol):
         """
 
     async def thaw(self, frozen_s: float) -> None:
-        """Let the guest's programs go on, and the init's timers with what was left; `frozen_s`: since when not."""
+        """Let the guest's programs go on, and the init's timers with what was left; `frozen_s`: since when not.
+
+        Its wall clock is right when this returns. One that was not frozen needs nothing. Backends whose guests are not
+        stopped by the host's own means may have something to say to the init first, and then wait for it.
+
+        Raises:
+            SandboxLost: It did not come back.
+        """
 
     async def page_out(self) -> int:
-        """Give away what can be given of a frozen guest's memory; returns by how many bytes it has shrunk."""
+        """Give away what can be given of a frozen guest's memory; returns by how many bytes it has shrunk.
+
+        No byte of it is lost, and the guest needs no call to have it back.
+        """
 
     def activity(self) -> Activity:
-        """What its programs do now. Costs some 20 us for each of them."""
+        """What its programs do now, as the host or the guest's kernel sees it, never the programs themselves.
+
+        Costs some 20 us for each of them. Where it can't be told, they count as working.
+        """
 
     async def warm(self) -> str:
         """Have the warm interpreter of the sandbox's zygote ready in it; returns the name of its socket.
@@ -198,13 +232,17 @@ class Handle(Protocol):
         """
 
     def oom_kills(self) -> int:
-        """The kernel's count of out-of-memory kills under the guest's memory limit."""
+        """The kernel's count of out-of-memory kills under the guest's memory limit, never falling.
+
+        It is the evidence by which a death by SIGKILL is told as out of memory: it rises before that death is told. A
+        guest's root must not be able to raise it otherwise.
+        """
 
     def host_kills(self) -> int:
         """The kernel's count of programs of the guest that it killed because the host itself was out of memory."""
 
     def stats(self) -> SandboxStats:
-        """Kernel counters as they are now."""
+        """Kernel counters as they are now: of the guest's programs, whatever hosts them. CPU time never falls."""
 
 
 class SlotCounts(Struct, frozen=True, kw_only=True):
@@ -286,6 +324,13 @@ class Host(Protocol):
 class Backend(Protocol):
     """How isolation is done. `start` before use; `close` leaves the sandboxes running for the next node.
 
+    What holds sandboxes up outlives the node: a node that is killed, at any moment, finds them again with `found` and
+    `adopt`, with their processes, and their output at its offsets. Where nobody comes back in time, or what holds them
+    dies itself, all of them end and nothing stays on the host.
+
+    What a backend lacks it says in `capabilities`; the node refuses that with `InvalidSpec` before a call is made here.
+    All else is checked by the suite of docs/conformance.md.
+
     `on_unavailable(sandbox_ids, cause)` is called when bytes of an image could not be had in time. Those sandboxes run
     no more; when it has returned, whoever waits for the bytes is told.
     """
@@ -300,23 +345,32 @@ class Backend(Protocol):
     def pager(self) -> MemoryPager: ...
 
     def probe(self) -> Sequence[Requirement]:
-        """What the backend needs of this host, and whether it holds."""
+        """What the backend needs of this host, and whether it holds: found by trying, with nothing left behind."""
 
     async def start(self) -> None:
         """Get ready, or find what an earlier node left.
 
         Raises:
             RequirementMissing: The host lacks something; nothing was started.
+
+        Cancellation: As a failure; it may be started again.
         """
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template, *, cut: str | None = None) -> Handle:
-        """Start a sandbox.
+        """Start a sandbox; its init answers when this returns, and its limits hold.
+
+        Nothing of another sandbox is in it but what `cut` says: no random bytes, addresses, names or times either, for
+        backends that make sandboxes as copies of a running one.
 
         Args:
+            sandbox_id: No sandbox has had it, but a slot that was taken for this create.
             cut: What the writable layer starts as: a cut of a sandbox of the same layers. None: empty.
 
         Raises:
             BootFailed: It did not come up; nothing of it is left.
+            InvalidSpec: It can't be made so, by a reason that `capabilities` can't tell.
+            RequirementMissing: The host lacks what this one needs. BlobUnavailable: Bytes of its image can't be had.
+            CapacityError: No room on the host now.
 
         Cancellation: What was half made is removed before the cancellation is seen.
         """
@@ -353,16 +407,25 @@ class Backend(Protocol):
         """
 
     async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> Handle:
-        """Take over a sandbox that an earlier node started."""
+        """Take over a sandbox that an earlier node started, in whatever state that left it, also half way through a
+        pause, a dump or a fork. It is frozen, if it was; the caller thaws it.
+
+        Raises:
+            SandboxLost, BackendError, TimeoutError: It can't be served any more; the caller discards it.
+        """
 
     def adopted(self) -> None:
         """Every sandbox of an earlier node was adopted or discarded: what concerns them may be told from now on."""
 
     async def found(self) -> list[str]:
-        """Ids of the sandboxes that are alive, whoever started them."""
+        """Ids of the sandboxes of this backend that are alive, whoever started them; half made ones among them."""
 
     async def discard(self, sandbox_id: str) -> None:
-        """Remove a sandbox that nobody knows."""
+        """Remove a sandbox that nobody knows, as `Handle.destroy` does.
+
+        Raises:
+            NotFound: There is none of this id any more.
+        """
 
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
         """Let go of those layers (None: of all) that the image store has no more; one in use later, when it is not."""
