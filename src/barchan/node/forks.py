@@ -15,7 +15,7 @@ from barchan.errors import BackendError, BarchanError, Conflict, InvalidSpec, No
 from barchan.model.fork import Forked, ForkRequest
 from barchan.model.sandbox import SandboxSpec
 from barchan.node.live import Live, identity
-from barchan.node.memories import check_backend, from_memory, held, take
+from barchan.node.memories import check_backend, check_files, from_memory, held, take
 
 if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes, Start
@@ -109,8 +109,7 @@ class Forks:
 
     async def _fork(self, live: Live, asked: ForkRequest, specs: Sequence[SandboxSpec]) -> list[Child]:
         backend = await self._sandboxes.backend(live.spec.backend)
-        if not backend.capabilities.fork:
-            raise BackendError(f"the {live.spec.backend} backend can't fork sandboxes on this host")
+        check_files(backend, live.spec.backend)
         if asked.kind == "memory":
             check_backend(backend, live.spec.backend)
         cut = f"fork-{secrets.token_hex(8)}"

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from barchan.backends.base import Backend, Handle
 from barchan.core.finished import finished
-from barchan.errors import RequirementMissing
+from barchan.errors import InvalidSpec, RequirementMissing
 from barchan.model.snapshot import MemoryRecord
 from barchan.node.live import Live
 from barchan.node.processes import APPLET_PREFIX
@@ -97,6 +97,12 @@ def make_readable(directory: Path) -> None:
         os.chmod(parent, 0o755)
         for name in names:
             os.chmod(os.path.join(parent, name), 0o755)
+
+
+def check_files(backend: Backend, name: str) -> None:
+    """Raise `InvalidSpec` unless it keeps what its sandboxes write."""
+    if not backend.capabilities.fork:
+        raise InvalidSpec(f"the {name} backend does not keep the files of its sandboxes: use another backend for that")
 
 
 def check_backend(backend: Backend, name: str) -> None:

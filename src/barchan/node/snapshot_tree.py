@@ -31,7 +31,7 @@ from barchan.model.snapshot_info import SNAPSHOT_PREFIX, SnapshotInfo
 from barchan.node import snapshots
 from barchan.node.late_memory import unpacked
 from barchan.node.live import Live
-from barchan.node.memories import Taken, check_backend, from_memory, held, take
+from barchan.node.memories import Taken, check_backend, check_files, from_memory, held, take
 from barchan.node.snapshot_journal import SnapshotJournal, SnapshotRow
 
 if TYPE_CHECKING:
@@ -241,6 +241,7 @@ class SnapshotTree:
     async def _files(
         self, live: Live, asked: SnapshotRequest, row: SnapshotRow, pack: Callable[[Path], Awaitable[None]]
     ) -> Template:
+        check_files(await self._sandboxes.backend(live.spec.backend), live.spec.backend)
         return await snapshots.snapshot(self._sandboxes, live, asked, pack, is_named=row.is_named)
 
     async def _with_memory(self, live: Live, asked: SnapshotRequest, row: SnapshotRow) -> tuple[Template, SnapshotRow]:

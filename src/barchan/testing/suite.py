@@ -121,10 +121,10 @@ class Suite:
         lacking = self.profile.lacks.get(check.needs or "")
         try:
             await self._run(check)
-        except InvalidSpec as error:
-            return ("gap", f"{check.needs}: {lacking}") if lacking is not None else ("failed", _told(error))
-        except RequirementMissing as error:
-            return "unmet", str(error)
+        except (InvalidSpec, RequirementMissing) as error:
+            if lacking is not None:
+                return "gap", f"{check.needs}: {lacking}"
+            return ("unmet", str(error)) if isinstance(error, RequirementMissing) else ("failed", _told(error))
         except Exception as error:
             return "failed", _told(error)
         if lacking is not None:
