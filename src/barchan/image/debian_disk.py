@@ -8,6 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from barchan.errors import BackendError, Conflict, NotFound, RequirementMissing
+from barchan.image import agent
 from barchan.image.debian import HOME, LEFT_OUT, MANUAL, USER, DebianSpec, finish, host_sources, put
 from barchan.image.disks import Boot, add_disk
 from barchan.image.pack import MTIME_UNIX_S
@@ -15,8 +16,6 @@ from barchan.image.store import ImageStore
 from barchan.image.template import GUEST_PATH, LayerKind, Template, TemplateConfig
 from barchan.image.tools import Progress, in_namespaces, require, run
 
-AGENT = Path(__file__).parents[1] / "_guest" / "barchan-init"
-AGENT_PATH = "usr/local/sbin/barchan-init"
 PACKAGES = ("kmod", "linux-image-amd64", "procps", "python3", "systemd-sysv", "udev")
 # An X server on the framebuffer of the standard VGA, and what a person would try it with.
 DESKTOP_PACKAGES = ("openbox", "x11-utils", "xinit", "xserver-xorg-core", "xserver-xorg-input-libinput", "xterm")
@@ -61,17 +60,15 @@ MASKED = (
         "dev-hugepages.mount",
     ),
 )
-AGENT_SERVICE = """[Unit]
+AGENT_SERVICE = f"""[Unit]
 Description=Barchan agent
 BindsTo=dev-virtio\\x2dports-barchan.device
 After=dev-virtio\\x2dports-barchan.device
 [Service]
-ExecStart=/usr/local/sbin/barchan-init --agent --serial /dev/virtio-ports/barchan
+ExecStart={agent.COMMAND}
+{agent.SERVICE}
 Restart=always
 RestartSec=1
-OOMScoreAdjust=-1000
-Delegate=yes
-KillMode=process
 [Install]
 WantedBy=multi-user.target
 """
@@ -202,10 +199,11 @@ def _writing(path: str, text: str) -> str:
 
 def _equip(root: Path, spec: DiskSpec) -> None:
     """The agent, somebody on the screen, a file system that grows, and nothing that only takes time."""
-    if not AGENT.exists():
-        raise RequirementMissing(f"the guest programs were not built: {AGENT} is missing (try: make setup)")
-    shutil.copyfile(AGENT, root / AGENT_PATH)
-    (root / AGENT_PATH).chmod(0o755)
+    if not agent.PROGRAM.exists():
+        raise RequirementMissing(f"the guest programs were not built: {agent.PROGRAM} is missing (try: make setup)")
+    target = root / agent.PATH.lstrip("/")
+    shutil.copyfile(agent.PROGRAM, target)
+    target.chmod(0o755)
     units = root / "etc/systemd/system"
     _write(units / "barchan-agent.service", AGENT_SERVICE)
     _write(units / "getty@tty1.service.d/autologin.conf", AUTOLOGIN.format(user=USER))

@@ -72,6 +72,7 @@ class ContainerHandle(Dumping, Resting, Warming):
         self.guest = guest
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self.listener: socket.socket | None = None
+        self.proxy_host = "127.0.0.1"
         self.netns: int | None = None
         self._backend = backend
         self._counters = counters

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import secrets
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -103,6 +104,28 @@ class Cutter:
         with self._counted():
             async with self._packing:
                 await self._pack(name, target, bytes_max)
+
+    def open_file(self, name: str, path: str) -> int:
+        """Open a plain file of a cut for reading, following no link in there. Blocking; the caller closes it.
+
+        Raises:
+            BackendError: There is none.
+        """
+        at = os.open(f"{name}/u", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._cuts)
+        try:
+            *folders, last = path.split("/")
+            for part in folders:
+                above, at = at, os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+                os.close(above)
+            fd = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+        except OSError as error:
+            raise BackendError(f"{path} of the cut {name} can't be read: {error.strerror}") from error
+        finally:
+            os.close(at)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise BackendError(f"{path} of the cut {name} is no plain file")
+        return fd
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

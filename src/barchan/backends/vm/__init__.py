@@ -1,0 +1,1 @@
+"""Whole machines. docs/decisions/0021-disks-and-screens.md; for users: docs/vm.md."""

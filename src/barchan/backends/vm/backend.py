@@ -1,0 +1,193 @@
+"""Whole machines: a disk of the user's own, a screen, in a QEMU inside a container."""
+
+import asyncio
+import hashlib
+import math
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from barchan.backends.base import Capabilities, Host
+from barchan.backends.hosted.outer import HostLayer, reach
+from barchan.backends.qemu import install
+from barchan.backends.qemu.backend import MachineBackend
+from barchan.backends.qemu.handle import MachineHandle, greeted
+from barchan.backends.qemu.install import Qemu
+from barchan.backends.qemu.machine import MEMORY, Machine
+from barchan.backends.qemu.shape import PROCESSES_MAX, Shape, common
+from barchan.backends.vm import qga
+from barchan.backends.vm.handle import VmHandle
+from barchan.backends.vm.probe import requirements
+from barchan.backends.vm.seed import FILE, seed_layer
+from barchan.errors import BarchanError, InvalidSpec, RequirementMissing
+from barchan.image import agent
+from barchan.image.disks import INITRD, KERNEL
+from barchan.image.qcow2 import empty_above
+from barchan.image.template import Disk, Layer, Template
+from barchan.model.node import Requirement
+from barchan.model.sandbox import SandboxSpec
+from barchan.wire import guest as wire
+
+BOOT_S = 300.0  # an emulated processor takes 20 to 60 s for a small Linux
+SETTLE_S = 90.0
+HELP_AFTER_S = 10.0  # in which a guest may start our agent itself, once its QEMU agent answers
+MEMORY_MIB_MIN = 128
+OVERHEAD_MIB = 256  # what QEMU takes beside its guest's memory: itself, a screen, translated code
+SPARE_MIB = 128  # of the outer's disk, beside the guest's
+TCG = "tcg,tb-size=64,thread=multi"
+QGA_SOCKET = "/dev/shm/qga"
+SETTLED = "systemctl is-system-running --wait >/dev/null 2>&1 || sleep 2"
+PROCESS_ID = "barchan-settle"
+
+
+class VmBackend(MachineBackend):
+    """See `backends.base.Backend`."""
+
+    name = "vm"
+    boot_s = BOOT_S
+    handle = VmHandle
+    capabilities = Capabilities(
+        isolation="machine",
+        kinds=frozenset({"disk"}),
+        own_kernel=True,
+        fork=True,
+        memory_snapshot=True,
+        warm=True,
+        page_out=True,
+        screen=True,
+        networks=frozenset({"none", "open"}),
+        roots=frozenset({"plain", "capable"}),
+    )
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._qemu: Qemu
+        self._seed: HostLayer
+
+    def probe(self) -> Sequence[Requirement]:
+        return requirements(self.host.state_dir)
+
+    async def start(self) -> None:
+        await super().start()
+        qemu = await asyncio.to_thread(install.find, self.host.state_dir)
+        if qemu is None:
+            raise RequirementMissing("machines need QEMU (try: sudo barchan tools install qemu)")
+        self._qemu = qemu
+        self._seed = await asyncio.to_thread(seed_layer, self.host.state_dir / self.name)
+
+    async def shape(self, spec: SandboxSpec, template: Template, image: Sequence[Layer] | None = None) -> Shape:
+        below = template.disk
+        if below is None:
+            raise InvalidSpec(
+                f"image {template.name!r} is the root of a file system, and a machine needs a disk that it can boot "
+                "from (try: barchan image disk debian, or another backend)",
+                template=template.name,
+            )
+        if spec.memory_mib < MEMORY_MIB_MIN:
+            raise InvalidSpec(f"memory_mib={spec.memory_mib} is too little for a machine: at least {MEMORY_MIB_MIN}")
+        own = below.above(spec.disk_mib)
+        disk = f"/{Disk.file_at(own.depth)}"
+        fresh = await asyncio.to_thread(self._fresh_disk, below, own)
+        vcpus = max(1, math.ceil(spec.cpus))
+        hardware = (
+            *common(install.EMULATOR, install.FIRMWARE, TCG, vcpus, spec.memory_mib),
+            *("-M", f"q35,memory-backend={MEMORY},vmport=off,suppress-vmdesc=on", "-cpu", "max"),
+            *("-blockdev", f"driver=file,filename={disk},node-name=file,locking=off,discard=unmap,cache.no-flush=on"),
+            *("-blockdev", "driver=qcow2,file=file,node-name=disk,discard=unmap"),
+            *("-device", "virtio-blk-pci,drive=disk,serial=disk,discard=on,werror=report,rerror=report,bootindex=1"),
+            *("-blockdev", f"driver=file,filename=/{FILE},node-name=seed,locking=off,read-only=on"),
+            *("-device", "virtio-blk-pci,drive=seed,serial=seed"),
+            *("-device", "virtio-serial-pci", "-device", f"virtserialport,chardev=guest,name={agent.PORT}"),
+            *("-chardev", f"socket,id=qga,path={QGA_SOCKET},server=on,wait=off"),
+            *("-device", f"virtserialport,chardev=qga,name={qga.PORT}"),
+            *("-device", "virtio-rng-pci", "-device", "VGA", "-device", "qemu-xhci", "-device", "usb-tablet"),
+            *(() if spec.network == "none" else _NETWORK),
+        )
+        equal = [word for word in hardware if disk not in word]
+        return Shape(
+            layers=(self._seed, HostLayer(f"qemu-{self._qemu.version}", self._qemu.root)),
+            hardware=hardware,
+            boot=_boot(below),
+            boot_layers=(fresh,),
+            memory_mib=spec.memory_mib,
+            disk=disk,
+            stores_disk=True,
+            image=template.layers if image is None else tuple(image),
+            engine={
+                "QEMU": self._qemu.version,
+                "hardware": hashlib.sha256("\0".join(equal).encode()).hexdigest()[:16],
+                "acceleration": TCG.partition(",")[0],
+            },
+            outer=self._outer(spec, own),
+            below=template,
+        )
+
+    def _fresh_disk(self, below: Disk, own: Disk) -> HostLayer:
+        """The layer with a disk in which nothing is written; it is the same for all of one template's size."""
+        name = f"disk-{below.format if not below.depth else 'qcow2'}-{own.size_bytes}-{own.depth}"
+        layer = self.links.layer(name)
+        if layer.path.exists():
+            return layer
+        layer.path.parent.mkdir(parents=True, exist_ok=True)
+        lower = Disk.file_at(below.depth).rpartition("/")[2]
+        content = empty_above(lower, "qcow2" if below.depth else below.format, own.size_bytes)
+        with tempfile.TemporaryDirectory(dir=self.host.state_dir / self.name) as made:
+            file = Path(made) / "disk"
+            file.write_bytes(content)
+            return self.links.make(name, {f"/{Disk.file_at(own.depth)}": file})
+
+    @staticmethod
+    def _outer(spec: SandboxSpec, own: Disk) -> SandboxSpec:
+        return replace(
+            spec,
+            memory_mib=spec.memory_mib + OVERHEAD_MIB,
+            pids_max=PROCESSES_MAX,
+            disk_mib=(own.size_bytes >> 20) + SPARE_MIB,
+            root="plain",
+            env={},
+            setup=None,
+        )
+
+    async def first(self, machine: Machine, secret: bytes) -> socket.socket:
+        """A guest starts our agent by itself, or by the seed, or is helped to it by QEMU's own guest agent."""
+        helping = asyncio.ensure_future(self._help(machine))
+        try:
+            return await greeted(machine, secret, self.boot_s)
+        finally:
+            helping.cancel()
+            await asyncio.gather(helping, return_exceptions=True)
+
+    async def _help(self, machine: Machine) -> None:
+        line = await qga.GuestAgent.open(reach(machine.outer, QGA_SOCKET))
+        try:
+            await line.greet(self.boot_s)
+            await asyncio.sleep(HELP_AFTER_S)
+            await line.start_agent(await asyncio.to_thread(agent.PROGRAM.read_bytes))
+        except BarchanError as error:
+            # Whoever waits for our own agent is told that it does not come; this is why one way to it failed.
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"QEMU's guest agent of {machine.outer.sandbox_id} did not start ours", "exception": error}
+            )
+        finally:
+            line.close()
+
+    async def booted(self, handle: MachineHandle) -> None:
+        """Its own services are up, or it has had its time."""
+        flags = wire.StartFlag.FOLLOW
+        start = wire.Start(process_id=PROCESS_ID, argv=("/bin/sh", "-c", SETTLED), user="", flags=flags)
+        process = await handle.guest.start(start, None)
+        await asyncio.wait({process.ended}, timeout=SETTLE_S)
+        await handle.sync()
+
+
+_NETWORK = ("-netdev", "user,id=net,ipv6=off", "-device", "virtio-net-pci,netdev=net,romfile=")
+
+
+def _boot(disk: Disk) -> tuple[str, ...]:
+    if disk.boot == "bios":
+        return ()
+    folder = f"/{Disk.FOLDER}"
+    return ("-kernel", f"{folder}/{KERNEL}", "-initrd", f"{folder}/{INITRD}", "-append", disk.append)

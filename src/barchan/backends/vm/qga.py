@@ -1,0 +1,102 @@
+"""Our agent given to a guest that has QEMU's own guest agent and no cloud-init: put there as a file, and started.
+
+Source: QEMU's qga/qapi-schema.json. Whoever answers is the guest, and nothing it says is believed beyond its form.
+"""
+
+import asyncio
+import base64
+import secrets
+import socket
+from typing import Any
+
+import msgspec
+
+from barchan.errors import BackendError, ConnectionLost, ReadTimeout, RemoteProtocolError
+from barchan.image import agent
+
+PORT = "org.qemu.guest_agent.0"
+ANSWER_S = 30.0  # of an emulated guest that is still booting
+PIECE_BYTES = 48 << 10
+LINE_BYTES_MAX = 1 << 20
+SENTINEL = b"\xff"  # ends whatever a parser was in the middle of, on both sides
+
+
+class GuestAgent:
+    """One conversation with it, over a socket that leads to its port."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> "GuestAgent":
+        """Take over a connected socket. Nobody need listen at its other end yet."""
+        return cls(*await asyncio.open_unix_connection(sock=sock, limit=LINE_BYTES_MAX))
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+    async def greet(self, patience_s: float) -> None:
+        """Ask until it answers, whatever was said on the line before.
+
+        Raises:
+            ReadTimeout: It does not, for `patience_s`. ConnectionLost: The machine is gone.
+        """
+        number = secrets.randbits(31)
+        asked = {"execute": "guest-sync-delimited", "arguments": {"id": number}}
+        self._writer.write(SENTINEL + msgspec.json.encode(asked) + b"\n")
+        try:
+            async with asyncio.timeout(patience_s):
+                while True:
+                    line = await self._line()
+                    if msgspec.json.decode(line.rpartition(SENTINEL)[2]) == {"return": number}:
+                        return
+        except TimeoutError as error:
+            raise ReadTimeout(f"the guest's QEMU agent did not answer within {patience_s:g} s") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RemoteProtocolError(f"what answers for the guest's QEMU agent is none: {error}") from error
+
+    async def execute(self, command: str, **arguments: object) -> Any:
+        """Run one command; `_` in an argument's name stands for `-`.
+
+        Raises:
+            BackendError: It refuses. ReadTimeout, ConnectionLost, RemoteProtocolError: There is no answer.
+        """
+        asked = {"execute": command, "arguments": {name.replace("_", "-"): item for name, item in arguments.items()}}
+        self._writer.write(msgspec.json.encode(asked) + b"\n")
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer = msgspec.json.decode(await self._line(), type=dict[str, Any])
+        except TimeoutError as error:
+            raise ReadTimeout(f"the guest's QEMU agent did not answer {command} within {ANSWER_S:g} s") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RemoteProtocolError(f"what the guest's QEMU agent answers can't be read: {error}") from error
+        if "return" not in answer:
+            raise BackendError(f"the guest's QEMU agent refuses {command}: {str(answer.get('error'))[:300]}")
+        return answer["return"]
+
+    async def _line(self) -> bytes:
+        try:
+            line = await self._reader.readuntil(b"\n")
+        except asyncio.IncompleteReadError as error:
+            raise ConnectionLost("the line to the guest's QEMU agent was lost") from error
+        except asyncio.LimitOverrunError as error:
+            raise RemoteProtocolError("the guest's QEMU agent sent a line that is too long") from error
+        return line
+
+    async def start_agent(self, program: bytes) -> None:
+        """Put our agent into the guest, and start it there.
+
+        Raises:
+            BackendError, ReadTimeout, ConnectionLost, RemoteProtocolError: As `execute`.
+        """
+        beside = f"{agent.PATH}.new"
+        handle = await self.execute("guest-file-open", path=beside, mode="w")
+        for at in range(0, len(program), PIECE_BYTES):
+            piece = base64.b64encode(program[at : at + PIECE_BYTES]).decode()
+            await self.execute("guest-file-write", handle=handle, buf_b64=piece)
+        await self.execute("guest-file-close", handle=handle)
+        # Its children end with it, unless they have left its session.
+        script = f"chmod 755 {beside} && mv {beside} {agent.PATH} && mkdir -p -m 700 {agent.SPOOL_DIR}"
+        script += f" && exec setsid {agent.COMMAND}"
+        await self.execute("guest-exec", path="/bin/sh", arg=["-c", f"({script}) </dev/null >/dev/null 2>&1 &"])
