@@ -40,6 +40,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
         calls: It runs functions (`Client.call`).
         screen: A guest has a screen, a keyboard and a mouse.
         kinds: Of images that it can make a sandbox of.
+        memory_mib_min: Of a guest; no less can be asked for.
         networks: Of those that a spec can ask for.
         roots: Likewise.
     """
@@ -55,6 +56,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     calls: bool = False
     screen: bool = False
     kinds: frozenset[TemplateKind] = frozenset({"root"})
+    memory_mib_min: int = 16
     networks: frozenset[Network] = frozenset({"none"})
     roots: frozenset[Root] = frozenset({"plain"})
 
@@ -64,6 +66,11 @@ class Capabilities(Struct, frozen=True, kw_only=True):
             raise InvalidSpec(f"the {spec.backend} backend has no network={spec.network!r}")
         if spec.root not in self.roots:
             raise InvalidSpec(f"the {spec.backend} backend has no root={spec.root!r}")
+        if spec.memory_mib < self.memory_mib_min:
+            raise InvalidSpec(
+                f"memory_mib={spec.memory_mib} is too little for the {spec.backend} backend: "
+                f"at least {self.memory_mib_min}"
+            )
         if spec.zygote is not None and not self.zygote:
             raise InvalidSpec(f"the {spec.backend} backend has no warm interpreters: create without zygote")
 

@@ -22,6 +22,8 @@ def run(
     /,
     *command: str,
     layer: Words = (),
+    backend: str | None = None,
+    start_within_s: float | None = None,
     keep: bool = False,
     tty: Annotated[bool, Parameter(name=("--tty", "-t"))] = False,
     memory_mib: int | None = None,
@@ -57,6 +59,8 @@ def run(
         template: Name or digest of an image.
         command: The program and its arguments; options of its own need a `--` before.
         layer: An image whose own layers go above the template's; may be repeated, the last one is topmost.
+        backend: A name from "barchan doctor", or auto: the strongest isolation that fits. [default: container]
+        start_within_s: With --backend auto: none that takes longer to start.
         keep: Let the sandbox live on, detached; its id is the last line of stdout.
         tty: Give the command a terminal.
         memory_mib: Memory of the guest. [default: 512]
@@ -78,6 +82,8 @@ def run(
         raise InvalidSpec(f"no command (try: barchan run {template} -- COMMAND, or --keep to create only)")
     options: dict[str, Any] = {
         "layers": layer or None,
+        "backend": backend,
+        "start_within_s": start_within_s,
         "memory_mib": memory_mib,
         "cpus": cpus,
         "cpu_class": cpu_class,

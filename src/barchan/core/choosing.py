@@ -43,6 +43,7 @@ class Offer(Struct, frozen=True, kw_only=True):
     isolation: Isolation
     has: frozenset[str]
     kinds: frozenset[TemplateKind]
+    memory_mib_min: int
     networks: frozenset[Network]
     roots: frozenset[Root]
     start_s: float
@@ -68,6 +69,8 @@ def unfit(offer: Offer, spec: SandboxSpec, kind: TemplateKind, needs: Iterable[s
     lacking = sorted(wanted(spec, needs) - offer.has)
     if lacking:
         return f"it has no {', no '.join(lacking)}"
+    if spec.memory_mib < offer.memory_mib_min:
+        return f"it needs memory_mib={offer.memory_mib_min} at least"
     if spec.network not in offer.networks:
         return f"it has no network={spec.network!r}"
     if spec.root not in offer.roots:

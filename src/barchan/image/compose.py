@@ -49,9 +49,9 @@ def own_layers(template: Template) -> tuple[Layer, ...]:
 def compose(base: Template, above: Sequence[Template]) -> Template:
     """The template of sandboxes that have the own layers of `above`, the last one topmost, on a base.
 
-    User, directory and what other runtimes start are the base's; variables are merged. Of a layer that would come
-    twice only the upper one stays: the lower one could show nothing that is not there already, but for directories
-    that a layer between both has renamed (`turned_over`).
+    User, directory and what other runtimes start are the base's; variables and needs are merged. Of a layer that
+    would come twice only the upper one stays: the lower one could show nothing that is not there already, but for
+    directories that a layer between both has renamed (`turned_over`).
 
     Raises:
         InvalidSpec: One of several is a machine's disk.
@@ -70,6 +70,7 @@ def compose(base: Template, above: Sequence[Template]) -> Template:
         digest=template_digest(config, layers),
         layers=layers,
         env=config.env,
+        needs=needs,
         source=" + ".join(image.name for image in (base, *above)),
         base_layers=len(layers) - len(distinct(stack)),
         size_bytes=0,  # of layers that other images account for

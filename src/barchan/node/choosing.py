@@ -97,6 +97,7 @@ class Choosing:
                 need for need in ("own_kernel", "memory_snapshot", "fork", "screen", "zygote") if getattr(can, need)
             ),
             kinds=can.kinds,
+            memory_mib_min=can.memory_mib_min,
             networks=can.networks,
             roots=can.roots,
             start_s=start_s,

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
-from barchan.model.sandbox import CpuClass, ExecRequest, Network, Root, SandboxSpec, StartRequest, Zygote
+from barchan.model.sandbox import CpuClass, ExecRequest, Need, Network, Root, SandboxSpec, StartRequest, Zygote
 from barchan.model.tiers import Waiting
 from barchan.sdk.checks import check_seconds, checked_bytes, checked_env, checked_labels, checked_rlimits
 from barchan.wire.api import STDIN_INLINE_BYTES_MAX
@@ -21,6 +21,8 @@ class CreateOptions(TypedDict, total=False):
 
     layers: Sequence[str]
     backend: str
+    start_within_s: float | None
+    needs: Sequence[Need]
     memory_mib: int
     cpus: float
     cpu_class: CpuClass
@@ -91,14 +93,16 @@ def spec_fields(options: CreateOptions) -> dict[str, Any]:
         if fields.get("network", "allow") != "allow" or isinstance(allow, str):
             raise InvalidSpec('allow= is a list of host names and means network="allow"')
         fields |= {"network": "allow", "allow_hosts": tuple(allow)}
-    if "layers" in fields:
-        if isinstance(fields["layers"], str):
-            raise InvalidSpec("layers= is a list of names of images")
-        fields["layers"] = tuple(fields["layers"])
+    for name, what in (("layers", "names of images"), ("needs", "words")):
+        if name in fields:
+            if isinstance(fields[name], str):
+                raise InvalidSpec(f"{name}= is a list of {what}")
+            fields[name] = tuple(fields[name])
     for name, checked in (("env", checked_env), ("labels", checked_labels)):
         if name in fields:
             fields[name] = checked(fields[name])
     check_seconds(ttl_s=fields.get("ttl_s"), idle_timeout_s=fields.get("idle_timeout_s"))
+    check_seconds(start_within_s=fields.get("start_within_s"))
     return fields
 
 

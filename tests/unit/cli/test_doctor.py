@@ -6,17 +6,21 @@ import json
 import os
 import signal
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from barchan import backends
 from barchan.backends.container import attempts, probe
+from barchan.cli.backend_checks import Report, examine, usual_image
 from barchan.cli.main import main
-from barchan.model.node import Requirement
+from barchan.model.node import ImageInfo, Requirement
 
 PR_SET_DUMPABLE = 4
+OTHERS = ("function", "gvisor", "microvm", "vm")
 EXPECTED = {
     "user namespaces",
     "range of user ids",
@@ -57,11 +61,14 @@ def leftovers() -> set[Path]:
 
 
 def test_json_has_every_requirement_and_decides_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """One array on the last line; 0 exactly when nothing that containers need is missing; nothing stays behind."""
-    code = main(["doctor", "--json"])
-    checked = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1], type=list[Requirement])
+    """One value on the last line; 0 exactly when nothing that containers need is missing; nothing stays behind."""
+    code = main(["doctor", "--quick", "--json"])
+    report = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1], type=Report)
+    checked = [item for item in report.requirements if item.needed_for not in OTHERS]
     assert {item.name for item in checked} == EXPECTED
     assert len(checked) == len(EXPECTED)
+    assert [check.name for check in report.backends] == list(backends.names())
+    assert all(check.ok != bool(check.why) and check.first_ms is None for check in report.backends)
     missing = [item.name for item in checked if item.needed_for == "container" and not item.ok]
     assert code == (1 if missing else 0)
     assert all(bool(item.remedy) != item.ok and item.found for item in checked)
@@ -75,15 +82,52 @@ def test_the_table_names_each_requirement_and_its_remedy(
     good = Requirement(name="good", ok=True, needed_for="container", found="there")
     bad = Requirement(name="bad", ok=False, needed_for="container", found="not there", remedy="install it")
     optional = Requirement(name="extra", ok=False, needed_for="image build", found="no", remedy="apt-get install extra")
-    monkeypatch.setattr("barchan.cli.doctor.requirements", lambda state_dir: [good, bad, optional])
-    assert main(["doctor"]) == 1
+    monkeypatch.setattr("barchan.cli.backend_checks.requirements", lambda state_dir: [good, bad, optional])
+    assert main(["doctor", "--quick"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:4]] == [["good", "yes"], ["bad", "no"], ["extra", "no"]]
     assert "install it" in lines[2]
     assert lines[-1] == "The container backend can't run here: bad."
-    monkeypatch.setattr("barchan.cli.doctor.requirements", lambda state_dir: [good, optional])
-    assert main(["doctor"]) == 0
+    monkeypatch.setattr("barchan.cli.backend_checks.requirements", lambda state_dir: [good, optional])
+    assert main(["doctor", "--quick"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "The container backend can run here."
+
+
+def test_a_backend_that_can_not_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whose package is broken is a row of the report, and hides nothing of the others."""
+    broken = EntryPoint("broken", "no_such_package_at_all:Backend", backends.GROUP)
+    monkeypatch.setattr(backends, "added", lambda: {"broken": broken})
+    checks = {check.name: check for check in examine(tmp_path).backends}
+    assert "no_such_package_at_all" in checks["broken"].why
+    assert checks["container"].isolation == "container"
+
+
+@pytest.mark.parametrize(
+    ("there", "kind", "expected"),
+    [
+        (["debian", "a"], "root", "debian"),
+        (["b", "prep-1"], "root", "b"),
+        (["prep-1"], "root", None),
+        (["debian"], "disk", None),
+    ],
+)
+def test_what_is_booted(there: list[str], kind: str, expected: str | None) -> None:
+    """The usual image where it is there, else one that somebody made on purpose, of the right kind."""
+    images = [
+        ImageInfo(
+            name=name,
+            digest=name,
+            layers=(),
+            size_bytes=1,
+            created_unix_s=0,
+            user="root",
+            workdir="/",
+            env={},
+            kind="root",
+        )
+        for name in there
+    ]
+    assert usual_image(images, kind) == expected
 
 
 def test_attempts_that_cannot_run_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

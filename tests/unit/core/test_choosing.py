@@ -24,6 +24,7 @@ def offer(name: str, isolation: Any = "container", **changes: Any) -> Offer:
     fields: dict[str, Any] = {
         "has": frozenset({"fork", "memory_snapshot"}),
         "kinds": frozenset({"root"}),
+        "memory_mib_min": 16,
         "networks": frozenset({"none", "open", "allow"}),
         "roots": frozenset({"plain"}),
         "start_s": 0.01,
@@ -35,7 +36,9 @@ CONTAINER = offer(
     "container", has=frozenset({"fork", "memory_snapshot", "zygote"}), roots=frozenset({"plain", "capable"})
 )
 GVISOR = offer("gvisor", "user_kernel", has=frozenset({"fork", "own_kernel"}), start_s=0.3)
-MICROVM = offer("microvm", "kernel", has=frozenset({"own_kernel"}), networks=frozenset({"none"}), start_s=2.0)
+MICROVM = offer(
+    "microvm", "kernel", has=frozenset({"own_kernel"}), networks=frozenset({"none"}), memory_mib_min=64, start_s=2.0
+)
 VM = offer("vm", "machine", has=frozenset({"own_kernel", "screen"}), kinds=frozenset({"disk"}), start_s=30.0)
 ALL = (CONTAINER, GVISOR, MICROVM, VM)
 
@@ -64,6 +67,7 @@ def test_the_strongest_comes_first() -> None:
         (auto(start_within_s=0.01), ["container"]),
         (auto(start_within_s=0.001), []),
         (auto(network="open"), ["gvisor", "container"]),
+        (auto(memory_mib=32), ["gvisor", "container"]),
         (auto(root="capable"), ["container"]),
         (auto(zygote=Zygote()), ["container"]),
         (auto(needs=("fork",)), ["gvisor", "container"]),

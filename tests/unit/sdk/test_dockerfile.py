@@ -277,3 +277,14 @@ def test_a_dockerfile_that_can_t_be_read(tmp_path: Path) -> None:
     """A missing file is named."""
     with pytest.raises(InvalidSpec, match="no/Dockerfile can't be read"):
         load_dockerfile(tmp_path / "no/Dockerfile")
+
+
+def test_a_label_says_what_the_image_needs(load: Load) -> None:
+    """Of a stage and of those that go on from it; other labels are notes, and a word that nobody has is refused."""
+    assert load('FROM debian AS a\nLABEL x=y barchan.needs="screen own_kernel"\nFROM a\n').needs == (
+        "own_kernel",
+        "screen",
+    )
+    assert load("FROM debian\nLABEL x=y\n").needs == ()
+    with pytest.raises(InvalidSpec, match=r"Dockerfile:2: .*own_kernel"):
+        load("FROM debian\nLABEL barchan.needs=gpu\n")
