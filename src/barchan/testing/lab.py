@@ -3,10 +3,10 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from barchan.errors import BarchanError
 from barchan.sdk.aio.client import AsyncClient
@@ -17,6 +17,7 @@ from barchan.testing.expect import NotConforming, equal, until
 from barchan.testing.node import NodeProcess
 from barchan.testing.profiles import Profile
 
+T = TypeVar("T")
 MIB = 1 << 20
 CREATE_S = 60.0
 ANSWER_S = 10.0
@@ -47,6 +48,19 @@ class Lab:
         self.client = client
         self.common = common
         self.folder = folder
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def spawn(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Run something beside the check; it is cancelled when that has ended."""
+        task = asyncio.get_running_loop().create_task(call)
+        self._tasks.append(task)
+        return task
+
+    async def close(self) -> None:
+        """Wait until nothing of what was spawned runs any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def s(self, seconds: float) -> float:
         """So many seconds for a container on an idle machine; more for what is slower."""

@@ -33,6 +33,13 @@ class Profile(Struct, frozen=True, kw_only=True):
 
 PROFILES: Final[dict[str, Profile]] = {
     "container": Profile(),
+    "function": Profile(
+        lacks={
+            "memory": "its sandboxes are forks of a warm interpreter, whose namespaces can't be stored",
+            "network open": "routes that keep guests from metadata addresses would be the interpreter's",
+            "root capable": "a warm interpreter has no capabilities to give",
+        }
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from msgspec import Struct
 
-from barchan.errors import BarchanError, InvalidSpec, RequirementMissing
+from barchan.errors import BarchanError, InvalidSpec, NotSnapshotable, RequirementMissing
 from barchan.sdk.aio.client import AsyncClient, connect_async
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.testing.check import Check
@@ -121,7 +121,7 @@ class Suite:
         lacking = self.profile.lacks.get(check.needs or "")
         try:
             await self._run(check)
-        except (InvalidSpec, RequirementMissing) as error:
+        except (InvalidSpec, RequirementMissing, NotSnapshotable) as error:
             if lacking is not None:
                 return "gap", f"{check.needs}: {lacking}"
             return ("unmet", str(error)) if isinstance(error, RequirementMissing) else ("failed", _told(error))
@@ -139,7 +139,11 @@ class Suite:
         folder.mkdir()
         try:
             async with connect_async(self._url) as client, asyncio.timeout(self.profile.patience * CHECK_S):
-                await check.body(self._lab(client, folder))
+                lab = self._lab(client, folder)
+                try:
+                    await check.body(lab)
+                finally:
+                    await lab.close()
         finally:
             await asyncio.to_thread(shutil.rmtree, folder)
 

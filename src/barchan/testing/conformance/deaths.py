@@ -41,8 +41,8 @@ async def a_guest_that_is_killed_from_outside_is_told_as_lost(lab: Lab) -> None:
     """Its init, or what it runs in, gets SIGKILL: readers and callers hear of it, and nothing of it stays."""
     sandbox = await lab.create()
     process = await sandbox.start("echo up; exec sleep 300")
-    reading = asyncio.ensure_future(collected(process))
-    waiting = asyncio.ensure_future(sandbox.exec("sleep 300"))
+    reading = lab.spawn(collected(process))
+    waiting = lab.spawn(sandbox.exec("sleep 300"))
 
     async def runs() -> bool:
         return len([info for info in await sandbox.processes() if info.running]) == 2
@@ -83,8 +83,8 @@ async def a_killed_node_loses_no_program_and_no_byte(lab: Lab) -> None:
     talker = await Talker.start(sandbox)
     equal(await talker.ask("x=41; echo $x"), "41")
     process = await sandbox.start(COUNTER)
-    reading = asyncio.ensure_future(collected(process))
-    waiting = asyncio.ensure_future(sandbox.exec("echo ran >> /tmp/runs; sleep 3; cat /tmp/runs", timeout_s=lab.s(60)))
+    reading = lab.spawn(collected(process))
+    waiting = lab.spawn(sandbox.exec("echo ran >> /tmp/runs; sleep 3; cat /tmp/runs", timeout_s=lab.s(60)))
 
     async def runs() -> bool:
         return await sandbox.files.exists("/tmp/runs")
@@ -128,7 +128,7 @@ async def a_hibernated_sandbox_outlives_its_node(lab: Lab) -> None:
 async def a_node_that_dies_in_a_create_leaves_nothing_half_made(lab: Lab) -> None:
     """Whoever asks again by the same create id has one whole sandbox, or a typed error, and no second one."""
     for number, delay_s in enumerate((0.0, 0.02, 0.2)):
-        call = asyncio.ensure_future(lab.create(create_id=f"cut-{number}", labels={"job": "cut"}))
+        call = lab.spawn(lab.create(create_id=f"cut-{number}", labels={"job": "cut"}))
         await asyncio.sleep(delay_s)
         await lab.restart_node()
         try:

@@ -57,14 +57,14 @@ async def a_killed_sandbox_is_gone(lab: Lab) -> None:
 async def a_kill_interrupts_what_runs(lab: Lab) -> None:
     """Whoever waits for a program or reads its output is told that the sandbox has ended."""
     sandbox = await lab.create()
-    waiting = asyncio.ensure_future(sandbox.exec("sleep 300"))
+    waiting = lab.spawn(sandbox.exec("sleep 300"))
     process = await sandbox.start("echo up; exec sleep 300")
 
     async def read() -> None:
         async for _ in process.output():
             pass
 
-    reading = asyncio.ensure_future(read())
+    reading = lab.spawn(read())
 
     async def runs() -> bool:
         return len([info for info in await sandbox.processes() if info.running]) == 2
@@ -115,7 +115,7 @@ async def what_is_not_there_is_not_found(lab: Lab) -> None:
 async def a_cancelled_create_leaves_no_sandbox(lab: Lab) -> None:
     """At whatever moment; nothing is there when the cancellation is seen."""
     for delay_s in (0.0, 0.001, 0.005, 0.02, 0.1):
-        call = asyncio.ensure_future(lab.create(labels={"job": "cancelled"}))
+        call = lab.spawn(lab.create(labels={"job": "cancelled"}))
         await asyncio.sleep(delay_s)
         if call.cancel():
             await raises(asyncio.CancelledError, call)

@@ -128,7 +128,7 @@ async def a_time_out_ends_all_that_a_program_has_started(lab: Lab) -> None:
 async def a_time_out_of_one_program_leaves_the_others(lab: Lab) -> None:
     """Another program, and its own deadline, go on."""
     sandbox = await lab.common()
-    waiting = asyncio.ensure_future(sandbox.exec("read x < /dev/null; sleep 2; echo whole", timeout_s=lab.s(60)))
+    waiting = lab.spawn(sandbox.exec("read x < /dev/null; sleep 2; echo whole", timeout_s=lab.s(60)))
     late = await sandbox.exec("sleep 4242", timeout_s=0.5)
     holds(late.timed_out, "the other one was out of time")
     equal((await waiting).text, "whole\n")
@@ -138,7 +138,7 @@ async def a_time_out_of_one_program_leaves_the_others(lab: Lab) -> None:
 async def a_cancelled_exec_leaves_nothing_running(lab: Lab) -> None:
     """When the cancellation is seen, all that it had started is gone."""
     sandbox = await lab.create()
-    call = asyncio.ensure_future(sandbox.exec("sleep 4242 & setsid sleep 4242 & sleep 4242"))
+    call = lab.spawn(sandbox.exec("sleep 4242 & setsid sleep 4242 & sleep 4242"))
 
     async def runs() -> bool:
         return await alive(sandbox) >= 3

@@ -84,7 +84,7 @@ async def deadlines_stand_still_while_it_is_paused(lab: Lab) -> None:
     """A program that was paused for longer than it may take has all of its time."""
     sandbox = await lab.create()
     limit_s = lab.s(2)
-    waiting = asyncio.ensure_future(sandbox.exec("sleep 1; echo whole", timeout_s=limit_s))
+    waiting = lab.spawn(sandbox.exec("sleep 1; echo whole", timeout_s=limit_s))
 
     async def runs() -> bool:
         return any(info.running for info in await sandbox.processes())
@@ -137,7 +137,7 @@ async def a_program_outlasts_hibernation_with_its_deadline(lab: Lab) -> None:
     """Whoever waits for it waits on, and its time goes on when the sandbox does."""
     sandbox = await lab.create()
     limit_s = lab.s(2.5)
-    waiting = asyncio.ensure_future(sandbox.exec("sleep 1; echo whole; exit 3", timeout_s=limit_s))
+    waiting = lab.spawn(sandbox.exec("sleep 1; echo whole; exit 3", timeout_s=limit_s))
 
     async def runs() -> bool:
         return any(info.running for info in await sandbox.processes())
@@ -247,7 +247,7 @@ async def what_runs_goes_on_in_parent_and_children(lab: Lab) -> None:
     """An exec that somebody waits for ends in each of them as it would have, with all of its output."""
     sandbox = await lab.create()
     source = "for i in 1 2 3 4 5 6; do echo $i; sleep 0.3; done; exit 3"
-    waiting = asyncio.ensure_future(sandbox.exec(source, process_id="loop", timeout_s=lab.s(60)))
+    waiting = lab.spawn(sandbox.exec(source, process_id="loop", timeout_s=lab.s(60)))
 
     async def runs() -> bool:
         return any(info.running for info in await sandbox.processes())
