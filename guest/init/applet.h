@@ -34,6 +34,9 @@ void make_directories(const char *path);
 void op_move(char **argv);
 void op_remove(char **argv);
 
+/* layer_out.c */
+void layer_out(int upper);
+
 /* tar_out.c, tar_in.c, watch.c */
 void op_tar_out(char **argv);
 void op_tar_in(char **argv);

@@ -188,7 +188,7 @@ static void set_limits(const struct start *start)
 {
 	struct reader r = reader_of(start->limits_at, start->limit_count * (size_t)20);
 
-	if (start->kind != KIND_APPLET)
+	if (is_program(start->kind))
 		set_limit(RLIMIT_NOFILE, settings.nofile);
 	for (uint32_t i = 0; i < start->limit_count; i++) {
 		uint32_t resource = get_u32(&r);
@@ -215,8 +215,11 @@ static void become(const struct identity *id, int kind)
 	uid_t uid = kind != KIND_PROGRAM && settings.applet_uid != 0 ? settings.applet_uid : id->uid;
 	if (setresuid(uid, kind == KIND_PYTHON ? id->uid : uid, uid) != 0)
 		fail(EXIT_CANNOT, "cannot become user %u: %s", uid, strerror(errno));
-	setfsuid(id->uid);
-	if ((uid_t)setfsuid((uid_t)-1) != id->uid)
+	if (settings.is_agent)
+		return;	/* what its id gives a user is the machine's to say */
+	if (uid != id->uid)
+		setfsuid(id->uid);
+	if (uid != id->uid && (uid_t)setfsuid((uid_t)-1) != id->uid)
 		fail(EXIT_CANNOT, "cannot use files as user %u", id->uid);
 	if (id->uid == 0 && settings.root_capabilities != 0) {
 		const char *wrong = capable_become(kind);
@@ -314,6 +317,15 @@ _Noreturn static void run_applet(uint32_t argc, char **argv, const char *cwd)
 	applet_main(argc, argv);
 }
 
+_Noreturn static void run_on_machine(const struct start *start)
+{
+	close_between(3, settings.upper < 0 ? ~0u : (unsigned)settings.upper - 1);
+	if (settings.upper >= 0)
+		close_between((unsigned)settings.upper + 1, ~0u);
+	unblock_signals();
+	machine_main(start->argc, cut_strings(start->argv_at, start->argc, 0));
+}
+
 _Noreturn void child_main(const struct launch *launch)
 {
 	const struct start *start = launch->request;
@@ -324,9 +336,14 @@ _Noreturn void child_main(const struct launch *launch)
 	int procs = -1;
 
 	place_output(launch);
-	if (start->kind != KIND_APPLET)
+	if (is_program(start->kind))
 		procs = join_leaf(launch);
 	place_input(launch);
+	if (start->kind == KIND_MACHINE)
+		run_on_machine(start);
+	/* From here on files of the guest's are read. */
+	if (machine_let_go() != 0)
+		fail(EXIT_CANNOT, "cannot drop capabilities: %s", strerror(errno));
 	wrong = identity_find(cut(start->user), &identity);
 	if (wrong != NULL)
 		fail(EXIT_CANNOT, "user %.128s: %s", cut(start->user), wrong);

@@ -1,5 +1,5 @@
 /* The host's connection: at most one, replaced by a newer one. Bytes become frames here, and frames bytes.
- * Output is gathered and written once per round of the loop. */
+ * Output is gathered and written once per round of the loop. Over a line (line.c) there are frames between a greeting and the next. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <sys/epoll.h>
@@ -37,9 +37,13 @@ static void drop_fds(void)
 		close(conn.fds[--conn.fd_count]);
 }
 
+/* A line stays: whatever comes over it is passed over until the next greeting. */
 static void conn_close(void)
 {
-	loop_close(&conn.source);
+	if (line.is_used)
+		line.is_greeted = false;
+	else
+		loop_close(&conn.source);
 	free(conn.big);
 	conn.big = NULL;
 	conn.rx_start = conn.rx_end = conn.tx_start = conn.tx_end = 0;
@@ -47,6 +51,7 @@ static void conn_close(void)
 	conn.lazy_rounds = 0;
 	drop_fds();
 	process_unfollow_all();
+	machine_forget_reply();
 }
 
 void conn_open(int listen_fd)
@@ -56,9 +61,27 @@ void conn_open(int listen_fd)
 	loop_add(&conn.listener, EPOLLIN);
 }
 
+int conn_open_line(int fd)
+{
+	line.is_used = line.is_up = true;
+	conn.source = (struct source){.fd = fd, .kind = SOURCE_CONN};
+	return loop_add(&conn.source, EPOLLIN);
+}
+
+/* gVisor forgets, when it comes back from a memory snapshot, what of the host was waited for: its host then wakes us by a signal. */
+void conn_wait_again(void)
+{
+	uint32_t events = conn.source.events;
+
+	if (!conn.source.added || !settings.is_gvisor)
+		return;
+	loop_remove(&conn.source);
+	loop_add(&conn.source, events);
+}
+
 bool conn_is_open(void)
 {
-	return conn.source.fd >= 0;
+	return conn.source.fd >= 0 && (!line.is_used || line.is_greeted);
 }
 
 /* Only a process outside this pid namespace may speak to us: it has no pid here. */
@@ -213,7 +236,7 @@ static size_t frame_len(const uint8_t *at)
 {
 	uint32_t len = load_u32(at);
 
-	if (len > FRAME_TO_INIT_MAX || at[4] == 0 || at[4] > REQUEST_HOLD || at[5] || at[6] || at[7])
+	if (len > FRAME_TO_INIT_MAX || at[4] == 0 || at[4] > REQUEST_LAST || at[5] || at[6] || at[7])
 		return 0;
 	return FRAME_HEADER_BYTES + (size_t)len;
 }
@@ -292,14 +315,98 @@ bool conn_has_work(void)
 
 static void want_events(void)
 {
-	if (conn_is_open())
+	/* A line without a host says so all the time: only what changes counts then. */
+	if (line.is_used && !line.is_up)
+		loop_set(&conn.source, EPOLLIN | EPOLLET);
+	else if (conn.source.fd >= 0)
 		loop_set(&conn.source, (can_take_request() ? EPOLLIN : 0u) | (conn.blocked ? EPOLLOUT : 0u));
+}
+
+static void conn_begin_anew(const uint8_t *data, size_t len);
+
+/* The words of greetings among what came; behind the last one begin frames. */
+static void listen_for_greeting(void)
+{
+	enum line_word word = LINE_CALL;
+	size_t end;
+
+	while (word == LINE_CALL) {
+		conn.rx_start += line_scan(conn.rx + conn.rx_start, conn.rx_end - conn.rx_start, &word);
+		if (word != LINE_CALL)
+			continue;
+		/* What an earlier answer has left half sent is passed over, as all else before this one. */
+		conn.tx_start = 0;
+		conn.tx_end = line_answer(conn.tx);
+		conn.urgent = true;
+	}
+	memmove(conn.rx, conn.rx + conn.rx_start, conn.rx_end - conn.rx_start);
+	conn.rx_end -= conn.rx_start;
+	conn.rx_start = 0;
+	line.is_greeted = word == LINE_CONFIRM;
+	if (line.is_greeted)
+		conn.tx_start = conn.tx_end = 0;
+	end = line.is_greeted ? line_secret_end(conn.rx, conn.rx_end) : 0;
+	if (end > 0)	/* a host that said all at once and went, and the next one's call */
+		conn_begin_anew(conn.rx + end, conn.rx_end - end);
+}
+
+/* Somebody breaks into the connection, with these bytes. Beyond a call there are none before its answer. */
+static void conn_begin_anew(const uint8_t *data, size_t len)
+{
+	uint8_t first[LINE_CALL_MAX];
+	size_t kept = min_u64(len, sizeof first);
+
+	memcpy(first, data, kept);
+	conn_close();
+	memcpy(conn.rx, first, kept);
+	conn.rx_end = kept;
+	listen_for_greeting();
+}
+
+static void receive_from_line(void)
+{
+	uint8_t *to = conn.big != NULL ? conn.big + conn.big_have : conn.rx + conn.rx_end;
+	size_t room = conn.big != NULL ? conn.big_len - conn.big_have : RX_BYTES - conn.rx_end, end;
+	ssize_t n = room > 0 ? read(conn.source.fd, to, room) : -1;
+
+	if (n < 0)
+		return;	/* nothing there, or no room; a line that broke says so by its events */
+	if (n == 0) {
+		conn_close();
+		line.is_up = false;
+		return;
+	}
+	if (conn.big != NULL)
+		conn.big_have += (size_t)n;
+	else
+		conn.rx_end += (size_t)n;
+	if (!line.is_greeted) {
+		listen_for_greeting();
+		return;
+	}
+	end = line_secret_end(to, (size_t)n);
+	if (end > 0)
+		conn_begin_anew(to + end, (size_t)n - end);
+}
+
+static void line_event(uint32_t events)
+{
+	line.is_up = !(events & (EPOLLHUP | EPOLLERR));
+	if (!line.is_up)
+		conn_close();	/* after which a call that is there already is heard as any */
+	if (events & EPOLLIN)
+		receive_from_line();
+	conn_dispatch();
 }
 
 void conn_event(uint32_t events)
 {
 	if (events & EPOLLOUT)
 		conn.blocked = false;
+	if (line.is_used) {
+		line_event(events);
+		return;
+	}
 	if (events & EPOLLERR) {
 		conn_close();
 		return;
@@ -315,7 +422,8 @@ void conn_event(uint32_t events)
 static void send_pending(void)
 {
 	while (tx_pending() > 0) {
-		ssize_t n = send(conn.source.fd, conn.tx + conn.tx_start, tx_pending(), MSG_NOSIGNAL);
+		const uint8_t *from = conn.tx + conn.tx_start;
+		ssize_t n = line.is_used ? write(conn.source.fd, from, tx_pending()) : send(conn.source.fd, from, tx_pending(), MSG_NOSIGNAL);
 		if (n < 0 && errno == EINTR)
 			continue;
 		if (n < 0 && errno == EAGAIN) {
@@ -337,7 +445,7 @@ static void send_pending(void)
 /* `idle`: nothing happened for a while, so whatever waits for company goes now. */
 void conn_flush(bool idle)
 {
-	if (!conn_is_open())
+	if (conn.source.fd < 0)
 		return;
 	if (tx_pending() > 0 && !conn.blocked && (conn.urgent || idle || ++conn.lazy_rounds > LAZY_ROUNDS_MAX)) {
 		conn.lazy_rounds = 0;
@@ -349,5 +457,5 @@ void conn_flush(bool idle)
 /* How long the loop may sleep before conn_flush(true) is due. */
 int conn_wait_ms(void)
 {
-	return conn_is_open() && tx_pending() > 0 && !conn.blocked ? LAZY_WAIT_MS : -1;
+	return conn.source.fd >= 0 && tx_pending() > 0 && !conn.blocked ? LAZY_WAIT_MS : -1;
 }

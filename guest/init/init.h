@@ -6,6 +6,7 @@
  *   start.c    decode START, make pipes or pty, fork               tree.c, tar_*.c and watch.c
  *                                                       python.c   source for the warm interpreter
  *                                                       capable.c  what a capable root has
+ *   line.c     greetings on a line that never ends      machine.c  what only an init of a machine does
  *   process.c  table, reaping, cgroups, backstops       stream.c   output: read, push to the host
  *   signals.c  signal scopes                            spool.c    bounded storage of output
  *                                                       input.c    stdin
@@ -36,7 +37,7 @@ enum {
 
 struct process;
 
-enum source_kind { SOURCE_LISTEN, SOURCE_CONN, SOURCE_SIGNALS, SOURCE_OUTPUT, SOURCE_INPUT };
+enum source_kind { SOURCE_LISTEN, SOURCE_CONN, SOURCE_SIGNALS, SOURCE_OUTPUT, SOURCE_INPUT, SOURCE_FREEZER };
 
 /* Something the loop waits for. `fd` is -1 when closed; it outlives any event that still names it. */
 struct source {
@@ -84,6 +85,7 @@ struct input_chunk {
 
 struct input {
 	struct source source;
+	int peer;		/* of a pty: kept open until the main process is reaped */
 	bool tty;
 	bool eof;		/* accepted an end of file */
 	uint64_t accepted;
@@ -126,6 +128,12 @@ struct start {
 	uint8_t *argv_at, *env_at, *limits_at;
 };
 
+/* Operations of ours stay in our own cgroup. */
+static inline bool is_program(uint8_t kind)
+{
+	return kind == KIND_PROGRAM || kind == KIND_PYTHON;
+}
+
 /* What the child needs besides the request. Descriptors are -1 when unused. */
 struct launch {
 	const struct start *request;
@@ -139,7 +147,11 @@ extern struct settings {
 	uid_t uid, applet_uid; /* 0: applets run as the asking user alone */
 	gid_t gid;
 	uint64_t root_capabilities; /* a bit each: what programs of guest root have */
+	bool is_agent;		/* a service of a whole machine, of whose programs it has only those it starts */
+	bool is_gvisor;		/* whose kernel is that, instead of Linux */
 	int spool_dir, dev_null, dev_pts, proc;
+	int cgroup;		/* of a machine of its own: `guest` and `platform` are below; else -1 */
+	int upper;		/* of that machine's overlay; else -1 */
 	struct rlimit nofile;	/* as it was given to us: what programs get */
 	uint64_t key[2];
 } settings;
@@ -150,14 +162,26 @@ void loop_remove(struct source *source);
 void loop_close(struct source *source);
 void close_between(unsigned first, unsigned last);
 
+/* line.c */
+enum { LINE_CALL_MAX = 32 };
+enum line_word { LINE_NOTHING, LINE_CALL, LINE_CONFIRM };
+extern struct line {
+	bool is_used, is_up, is_greeted;
+} line;
+size_t line_secret_end(const uint8_t *data, size_t len);
+size_t line_scan(const uint8_t *data, size_t len, enum line_word *word);
+size_t line_answer(uint8_t *out);
+
 /* conn.c */
 void conn_open(int listen_fd);
+int conn_open_line(int fd);
 void conn_accept(void);
 void conn_event(uint32_t events);
 bool conn_has_work(void);
 void conn_dispatch(void);
 void conn_flush(bool idle);
 int conn_wait_ms(void);
+void conn_wait_again(void);
 bool conn_is_open(void);
 bool conn_has_output_room(size_t body_len);
 void conn_close_after_flush(void);
@@ -165,11 +189,29 @@ int conn_take_fds(int *fds, int count);
 uint8_t *frame_begin(uint8_t type, uint32_t tag, size_t body_len_max);
 void frame_end(const uint8_t *end, bool urgent);
 void reply_error(uint32_t tag, int error);
+void reply_empty(uint8_t type, uint32_t tag);
 
 /* request.c */
 extern struct leaf leaves[LEAF_COUNT];
 extern bool hello_seen;
 bool request_handle(uint8_t type, uint32_t tag, uint8_t *body, size_t len);
+
+/* machine.c */
+struct machine_counters {
+	uint64_t oom_kills, memory_bytes, memory_peak_bytes, cpu_us, pids;
+};
+uint64_t machine_capabilities(void);
+int machine_use(uint64_t capabilities);
+int machine_let_go(void);
+void machine_take_leaves(void);
+bool machine_freeze(uint32_t tag);
+void machine_thaw(void);
+void machine_freezer_event(void);
+void machine_forget_reply(void);
+int machine_count(struct machine_counters *out);
+int machine_configure(struct span hostname, uint64_t memory_bytes, uint64_t pids);
+int machine_reseed(struct span entropy);
+_Noreturn void machine_main(uint32_t argc, char **argv);
 
 /* start.c */
 bool start_decode(struct start *start, uint8_t *body, size_t len);
@@ -189,6 +231,9 @@ struct identity {
 };
 /* NULL, or what is wrong. */
 const char *identity_find(const char *user, struct identity *identity);
+
+/* gvisor.c */
+int gvisor_become(uid_t uid);
 
 /* capable.c */
 /* Give what a capable root has to the child that runs for it, which is uid 0 by now. NULL, or what is wrong. */

@@ -16,6 +16,7 @@ struct input *input_new(struct process *owner, int fd, bool tty)
 	if (input == NULL)
 		return NULL;
 	input->source = (struct source){.fd = fd, .kind = SOURCE_INPUT, .owner = owner};
+	input->peer = -1;
 	input->tty = tty;
 	return input;
 }

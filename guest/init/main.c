@@ -1,9 +1,10 @@
-/* barchan-init: process 1 of a sandbox. See docs/formats/guest-protocol.md.
+/* barchan-init: process 1 of a sandbox, or a service of a machine. See docs/formats/guest-protocol.md.
  *
  *     barchan-init --listen-fd N --spool-fd N --spool-max-bytes N
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <limits.h>
 #include <linux/capability.h>
 #include <signal.h>
 #include <stdio.h>
@@ -16,11 +17,12 @@
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
 
+#include "../common/port.h"
 #include "init.h"
 
-enum { EVENTS_PER_ROUND = 64, FIRST_OWN_FD = 10 };
+enum { EVENTS_PER_ROUND = 64, FIRST_OWN_FD = 10, OWN_FDS = 4 };
 
-struct settings settings = {.spool_dir = -1, .dev_null = -1, .dev_pts = -1, .proc = -1};
+struct settings settings = {.spool_dir = -1, .dev_null = -1, .dev_pts = -1, .proc = -1, .cgroup = -1, .upper = -1};
 
 static int epoll_fd;
 static struct source signals = {.fd = -1, .kind = SOURCE_SIGNALS};
@@ -80,9 +82,13 @@ static void handle_event(struct source *source, uint32_t events)
 	case SOURCE_CONN:
 		conn_event(events);
 		break;
+	case SOURCE_FREEZER:
+		machine_freezer_event();
+		break;
 	case SOURCE_SIGNALS:
 		if (read(source->fd, info, sizeof info) > 0)
 			process_reap_all();
+		conn_wait_again();
 		break;
 	case SOURCE_OUTPUT:
 		stream_readable(&source->owner->out[source->index]);
@@ -127,6 +133,7 @@ _Noreturn static void loop(void)
 
 void close_between(unsigned first, unsigned last)
 {
+	last = (unsigned)min_u64(last, INT_MAX);	/* no descriptor is beyond it, and not every kernel of a sandbox takes more */
 	if (first > last || syscall(SYS_close_range, first, last, 0) == 0)
 		return;
 	for (rlim_t fd = first; fd <= last && fd < settings.nofile.rlim_max; fd++)
@@ -134,13 +141,22 @@ void close_between(unsigned first, unsigned last)
 }
 
 /* Whatever else the starter left open must not reach a guest. */
-static void close_strangers(unsigned a, unsigned b)
+static void close_strangers(const int known[OWN_FDS])
 {
-	unsigned low = a < b ? a : b, high = a < b ? b : a;
+	unsigned from = 3;
 
-	close_between(3, low - 1);
-	close_between(low + 1, high - 1);
-	close_between(high + 1, ~0u);
+	for (;;) {
+		unsigned next = ~0u;
+
+		for (int i = 0; i < OWN_FDS; i++)
+			if (known[i] >= (int)from && (unsigned)known[i] < next)
+				next = (unsigned)known[i];
+		if (next == ~0u)
+			break;
+		close_between(from, next - 1);
+		from = next + 1;
+	}
+	close_between(from, ~0u);
 }
 
 /* Out of the way of the numbers that children get, and closed on exec. */
@@ -184,6 +200,8 @@ static void set_up_signals(void)
 	for (int i = 1; i <= 64; i++)
 		syscall(SYS_rt_sigaction, i, act, NULL, sizeof(uint64_t));	/* fails for those that have no disposition, and they don't matter */
 	sigfillset(&all);
+	if (settings.is_agent)
+		sigdelset(&all, SIGTERM);	/* by which its machine ends it */
 	sigprocmask(SIG_BLOCK, &all, NULL);
 	sigemptyset(&child);
 	sigaddset(&child, SIGCHLD);
@@ -208,7 +226,7 @@ static void drop_capabilities(void)
 			prctl(PR_CAPBSET_DROP, cap);	/* without CAP_SETPCAP the starter must have done it */
 	for (int i = 0; i < 2; i++) {
 		data[i].effective = data[i].permitted & (uint32_t)(keep >> (32 * i));
-		data[i].permitted &= (uint32_t)((keep | settings.root_capabilities) >> (32 * i));
+		data[i].permitted &= (uint32_t)((keep | settings.root_capabilities | machine_capabilities()) >> (32 * i));
 		data[i].inheritable = 0;
 	}
 	if (syscall(SYS_capset, &header, data) != 0)
@@ -229,18 +247,25 @@ void guard_memory(void)
 		prctl(PR_SET_DUMPABLE, 1);
 }
 
+/* Whether a process can use files as another id than its own; not every kernel of a sandbox has that. */
+static bool has_file_ids(void)
+{
+	return syscall(SYS_setfsuid, -1) >= 0 || errno != ENOSYS;
+}
+
 static void harden(void)
 {
 	struct rlimit nofile;
 
 	settings.uid = getuid();
-	settings.applet_uid = settings.uid > 2 ? settings.uid - 2 : 0;
+	settings.applet_uid = settings.uid > 2 && has_file_ids() ? settings.uid - 2 : 0;
 	settings.gid = getgid();
 	umask(022);
 	nofile = settings.nofile;
 	nofile.rlim_cur = nofile.rlim_max;
 	setrlimit(RLIMIT_NOFILE, &nofile);
-	drop_capabilities();
+	if (!settings.is_agent)
+		drop_capabilities();
 	guard_memory();
 	if (getppid() == 0 && prctl(PR_SET_PDEATHSIG, SIGKILL) != 0)
 		die("PR_SET_PDEATHSIG");
@@ -248,37 +273,96 @@ static void harden(void)
 		die("getrandom");
 }
 
+static void usage(void)
+{
+	fputs("usage: barchan-init (--listen-fd N | --serial-fd N | --serial PORT) (--spool-fd N | --spool-dir PATH) --spool-max-bytes N\n"
+	      "           [--root-capabilities BITS] [--cgroup-fd N --upper-fd N] [--agent] [--gvisor-uid N]\n", stderr);
+	exit(2);
+}
+
+static int open_given(const char *path, int flags)
+{
+	int low = open(path, flags | O_CLOEXEC), fd = low < 0 ? -1 : fcntl(low, F_DUPFD_CLOEXEC, FIRST_OWN_FD);
+
+	if (fd < 0)
+		die(path);
+	close(low);
+	return fd;
+}
+
+static int open_port(const char *name)
+{
+	char path[PORT_PATH_MAX];
+
+	if (port_find(name, path) != 0)
+		die(name);
+	return open_given(path, O_RDWR | O_NONBLOCK | O_NOCTTY);
+}
+
+static struct given {
+	int listen, serial;
+	uint64_t spool_max;
+} parse(int argc, char **argv)
+{
+	struct given given = {-1, -1, 0};
+
+	for (int i = 1; i < argc; i++) {
+		const char *option = argv[i], *value = argv[i + 1];
+
+		if (strcmp(option, "--agent") == 0) {
+			settings.is_agent = true;
+			continue;
+		}
+		if (value == NULL)
+			usage();
+		i++;
+		if (strcmp(option, "--gvisor-uid") == 0) {
+			if (gvisor_become((uid_t)atoi(value)) != 0)
+				die("becoming the init's user");
+		} else if (strcmp(option, "--listen-fd") == 0)
+			given.listen = adopt_fd(value);
+		else if (strcmp(option, "--serial-fd") == 0)
+			given.serial = adopt_fd(value);
+		else if (strcmp(option, "--serial") == 0)
+			given.serial = open_port(value);
+		else if (strcmp(option, "--spool-fd") == 0)
+			settings.spool_dir = adopt_fd(value);
+		else if (strcmp(option, "--spool-dir") == 0)
+			settings.spool_dir = open_given(value, O_RDONLY | O_DIRECTORY);
+		else if (strcmp(option, "--cgroup-fd") == 0)
+			settings.cgroup = adopt_fd(value);
+		else if (strcmp(option, "--upper-fd") == 0)
+			settings.upper = adopt_fd(value);
+		else if (strcmp(option, "--spool-max-bytes") == 0)
+			given.spool_max = strtoull(value, NULL, 10);
+		else if (strcmp(option, "--root-capabilities") == 0)
+			settings.root_capabilities = strtoull(value, NULL, 10);
+	}
+	if ((given.listen < 0) == (given.serial < 0) || settings.spool_dir < 0 || given.spool_max == 0)
+		usage();
+	return given;
+}
+
 int main(int argc, char **argv)
 {
-	int listen_fd = -1;
-	uint64_t spool_max = 0;
+	struct given given = parse(argc, argv);
+	int host_fd = given.listen >= 0 ? given.listen : given.serial;
 
-	for (int i = 1; i + 1 < argc; i += 2) {
-		if (strcmp(argv[i], "--listen-fd") == 0)
-			listen_fd = adopt_fd(argv[i + 1]);
-		else if (strcmp(argv[i], "--spool-fd") == 0)
-			settings.spool_dir = adopt_fd(argv[i + 1]);
-		else if (strcmp(argv[i], "--spool-max-bytes") == 0)
-			spool_max = strtoull(argv[i + 1], NULL, 10);
-		else if (strcmp(argv[i], "--root-capabilities") == 0)
-			settings.root_capabilities = strtoull(argv[i + 1], NULL, 10);
-	}
-	if (listen_fd < 0 || settings.spool_dir < 0 || spool_max == 0) {
-		fputs("usage: barchan-init --listen-fd N --spool-fd N --spool-max-bytes N [--root-capabilities BITS]\n", stderr);
-		return 2;
-	}
-	if (fcntl(listen_fd, F_SETFL, O_NONBLOCK) != 0)
-		die("listening socket");
+	if (fcntl(host_fd, F_SETFL, fcntl(host_fd, F_GETFL) | O_NONBLOCK) != 0)
+		die("the host's end");
 	if (getrlimit(RLIMIT_NOFILE, &settings.nofile) != 0)
 		die("getrlimit");
-	close_strangers((unsigned)listen_fd, (unsigned)settings.spool_dir);
+	close_strangers((const int[]){host_fd, settings.spool_dir, settings.cgroup, settings.upper});
 	epoll_fd = epoll_create1(EPOLL_CLOEXEC);
 	if (epoll_fd < 0)
 		die("epoll_create1");
 	open_devices();
 	harden();
-	spool_configure(spool_max, settings.nofile.rlim_max);
+	spool_configure(given.spool_max, settings.nofile.rlim_max);
 	set_up_signals();
-	conn_open(listen_fd);
+	if (given.listen >= 0)
+		conn_open(given.listen);
+	else if (conn_open_line(given.serial) != 0)
+		die("the line");
 	loop();
 }

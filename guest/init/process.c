@@ -110,7 +110,7 @@ struct process *process_new(const struct start *start, const struct digest *dige
 	process->digest = *digest;
 	process->kind = start->kind;
 	process->leaf = start->flags & START_PLATFORM ? LEAF_PLATFORM : LEAF_GUEST;
-	process->has_cgroup = start->kind != KIND_APPLET && leaves[process->leaf].dir >= 0;
+	process->has_cgroup = is_program(start->kind) && leaves[process->leaf].dir >= 0;
 	for (uint8_t i = 0; i < 2; i++) {
 		struct stream *stream = &process->out[i];
 
@@ -125,8 +125,10 @@ void process_discard(struct process *process)
 {
 	for (int i = 0; i < 2; i++)
 		loop_close(&process->out[i].source);
-	if (process->input != NULL)
+	if (process->input != NULL) {
 		input_close(process->input);
+		close_fd(&process->input->peer);
+	}
 	free(process->input);
 	free(process->id);
 	free(process);
@@ -231,6 +233,8 @@ static void process_ended(struct process *process, int wstatus, const struct rus
 	process->maxrss_kib = (uint64_t)usage->ru_maxrss;
 	process->ended_ns = now_ns();
 	counters.running--;
+	if (process->input != NULL)
+		close_fd(&process->input->peer);
 	for (int i = 0; i < 2; i++)
 		stream_drain(&process->out[i]);
 	queue_add(&ended, process, &process->next_ended);

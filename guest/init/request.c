@@ -56,6 +56,8 @@ static bool handle_hello(uint32_t tag, struct reader *r)
 		return false;
 	for (int i = 0; i < LEAF_COUNT; i++)
 		leaf_close(&leaves[i]);
+	if (count == 0)
+		machine_take_leaves();
 	for (int i = 0; i < count; i++) {
 		struct leaf *leaf = &leaves[which[i]];
 
@@ -194,7 +196,7 @@ static bool handle_stdin(uint32_t tag, struct reader *r)
 	return true;
 }
 
-static void reply_empty(uint8_t type, uint32_t tag)
+void reply_empty(uint8_t type, uint32_t tag)
 {
 	uint8_t *at = frame_begin(FRAME_REPLY | type, tag, 0);
 
@@ -289,6 +291,8 @@ static int reseed(struct span entropy)
 
 	if (entropy.len > ENTROPY_MAX)
 		return EINVAL;
+	if (settings.is_agent || settings.cgroup >= 0)
+		return machine_reseed(entropy);
 	if (fd < 0)
 		return errno;
 	if (fstat(fd, &st) != 0 || !S_ISCHR(st.st_mode) || st.st_rdev != makedev(1, 9))
@@ -334,6 +338,7 @@ static bool handle_thaw(uint32_t tag, struct reader *r)
 
 	if (!reader_done(r))
 		return false;
+	machine_thaw();
 	process_thaw(frozen_ns);
 	reply_empty(REQUEST_THAW, tag);
 	return true;
@@ -344,7 +349,48 @@ static bool handle_hold(uint32_t tag, struct reader *r)
 	if (!reader_done(r))
 		return false;
 	process_hold();
-	reply_empty(REQUEST_HOLD, tag);
+	if (!machine_freeze(tag))
+		reply_empty(REQUEST_HOLD, tag);
+	return true;
+}
+
+static bool handle_counters(uint32_t tag, struct reader *r)
+{
+	struct machine_counters found;
+	uint8_t *at;
+	int error;
+
+	if (!reader_done(r))
+		return false;
+	error = machine_count(&found);
+	if (error != 0) {
+		reply_error(tag, error);
+		return true;
+	}
+	at = frame_begin(FRAME_REPLY | REQUEST_COUNTERS, tag, 40);
+	if (at == NULL)
+		return true;
+	at = put_u64(at, found.oom_kills);
+	at = put_u64(at, found.memory_bytes);
+	at = put_u64(at, found.memory_peak_bytes);
+	at = put_u64(at, found.cpu_us);
+	frame_end(put_u64(at, found.pids), true);
+	return true;
+}
+
+static bool handle_configure(uint32_t tag, struct reader *r)
+{
+	struct span hostname = get_str(r);
+	uint64_t memory_bytes = get_u64(r), pids = get_u64(r);
+	int error;
+
+	if (!reader_done(r))
+		return false;
+	error = machine_configure(hostname, memory_bytes, pids);
+	if (error != 0)
+		reply_error(tag, error);
+	else
+		reply_empty(REQUEST_CONFIGURE, tag);
 	return true;
 }
 
@@ -369,7 +415,8 @@ bool request_handle(uint8_t type, uint32_t tag, uint8_t *body, size_t len)
 		[REQUEST_ACK] = handle_ack,       [REQUEST_STDIN] = handle_stdin,       [REQUEST_SIGNAL] = handle_signal,
 		[REQUEST_RESIZE] = handle_resize, [REQUEST_LOOKUP] = handle_lookup,     [REQUEST_LIST] = handle_list,
 		[REQUEST_RESEED] = handle_reseed, [REQUEST_SETCLOCK] = handle_setclock, [REQUEST_THAW] = handle_thaw,
-		[REQUEST_DETACH] = handle_detach, [REQUEST_HOLD] = handle_hold,
+		[REQUEST_DETACH] = handle_detach, [REQUEST_HOLD] = handle_hold,         [REQUEST_COUNTERS] = handle_counters,
+		[REQUEST_CONFIGURE] = handle_configure,
 	};
 	struct reader r = reader_of(body, len);
 

@@ -175,7 +175,7 @@ static uint32_t signal_all(struct process *process, int signo, bool with_main)
 		return kill_all(process, cgroup);
 	if (cgroup >= 0)
 		count = signal_others(process, cgroup, signo);
-	else if (leaves[process->leaf].dir >= 0 && process->kind != KIND_APPLET)
+	else if (leaves[process->leaf].dir >= 0 && is_program(process->kind))
 		count = 0;	/* not joined yet, or all gone */
 	else
 		return signal_family(process, signo, with_main);

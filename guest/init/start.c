@@ -1,6 +1,7 @@
 /* START: decode it, make the descriptors, fork. */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
@@ -54,7 +55,7 @@ bool start_decode(struct start *start, uint8_t *body, size_t len)
 	start->script = get_bytes(&r);
 	start->input = get_bytes(&r);
 	return reader_done(&r) && start->id.len >= 1 && start->id.len <= PROCESS_ID_MAX && start->argc >= 1 &&
-	       start->kind <= KIND_PYTHON && (start->flags & ~START_FLAGS_ALL) == 0;
+	       start->kind <= KIND_LAST && (start->flags & ~START_FLAGS_ALL) == 0;
 }
 
 /* A pipe whose end number `ours` does not block; -1 with errno set when there are no descriptors left even after
@@ -88,6 +89,19 @@ static int open_pty(const struct start *start)
 	return master;
 }
 
+/* The other end; by its name only where the kernel knows no better way. */
+static int open_peer(int master)
+{
+	int fd = ioctl(master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC);
+	unsigned number;
+	char name[12];
+
+	if (fd >= 0 || !settings.is_gvisor || ioctl(master, TIOCGPTN, &number) != 0)
+		return fd;
+	snprintf(name, sizeof name, "%u", number);
+	return openat(settings.dev_pts, name, O_RDWR | O_NOCTTY | O_CLOEXEC);
+}
+
 static int set_up_pty(struct process *process, struct launch *launch)
 {
 	struct stream *out = &process->out[0];
@@ -107,8 +121,13 @@ static int set_up_pty(struct process *process, struct launch *launch)
 		close(keyboard);
 		return ENOMEM;
 	}
-	launch->in = ioctl(out->source.fd, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC);
-	return launch->in < 0 ? errno : 0;
+	launch->in = open_peer(out->source.fd);
+	if (launch->in < 0)
+		return errno;
+	/* A program closes its streams before it exits. Nobody would hold the terminal then, which reads as its end, and
+	 * the hang-up would kill the program on its way out. */
+	process->input->peer = fcntl(launch->in, F_DUPFD_CLOEXEC, 3);
+	return process->input->peer < 0 ? errno : 0;
 }
 
 static int set_up_pipes(struct process *process, struct launch *launch)
@@ -149,6 +168,8 @@ static int check_start(const struct start *start)
 		return ENOTCONN;
 	if ((start->flags & START_PLATFORM) && !leaf->given)
 		return ENOENT;
+	if (start->kind == KIND_MACHINE && settings.upper < 0 && !settings.is_agent)
+		return EOPNOTSUPP;
 	if (counters.total >= PROCESSES_MAX)
 		return ENOSPC;
 	return counters.running >= RUNNING_MAX ? EAGAIN : 0;

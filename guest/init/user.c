@@ -173,7 +173,8 @@ static void find_supplementary(struct identity *identity)
 /* The init runs as a user of its own so that no guest user can signal it or change its limits, and so do its applets. */
 static bool is_reserved(const struct identity *identity)
 {
-	bool reserved = settings.uid != 0 && (identity->uid == settings.uid || identity->uid == settings.applet_uid);
+	bool reserved = (settings.uid != 0 && identity->uid == settings.uid) ||
+			(settings.applet_uid != 0 && identity->uid == settings.applet_uid);
 
 	if (settings.gid == 0)
 		return reserved;

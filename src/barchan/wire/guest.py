@@ -15,7 +15,10 @@ TO_HOST_BYTES_MAX: Final = 272 << 10
 STDIN_BYTES_MAX: Final = 256 << 10
 WINDOW_BYTES: Final = 1 << 20  # how far the init pushes beyond the last ACK of a stream
 _KIND_PYTHON: Final = 2
+_KIND_MACHINE: Final = 3
 HELLO_TAG: Final = 0xFFFFFFFF
+LINE_NUMBER_BYTES: Final = 16
+_LINE_MAGIC: Final = b"\xff\xff\xff\xff\xfebarchan-ln"
 STDOUT: Final = 1
 STDERR: Final = 2
 
@@ -38,6 +41,8 @@ class Request(IntEnum):
     THAW = 0x0D
     DETACH = 0x0E
     HOLD = 0x0F
+    COUNTERS = 0x10
+    CONFIGURE = 0x11
 
 
 class Pushed(IntEnum):
@@ -151,6 +156,7 @@ _PING_REPLY = struct.Struct("<QIIQI")
 _HELLO_REPLY = struct.Struct("<IQI")
 _LIST_ITEM = struct.Struct("<iBi")
 _ENTRY = struct.Struct("<BIIIQq")
+_COUNTERS_REPLY = struct.Struct("<QQQQQ")
 
 
 class Started(Struct, frozen=True):
@@ -200,6 +206,19 @@ class Pong(Struct, frozen=True):
     total: int
     spool_bytes: int
     orphans_reaped: int
+
+
+class Counters(Struct, frozen=True):
+    """What a machine's own kernel counts of its guest's programs, all together: a guest's word, as all it says.
+
+    CPU in microseconds; `pids` are processes and threads now.
+    """
+
+    oom_kills: int
+    memory_bytes: int
+    memory_peak_bytes: int
+    cpu_us: int
+    pids: int
 
 
 class Listed(Struct, frozen=True):
@@ -253,13 +272,15 @@ def texts(values: Iterable[str]) -> bytes:
 
 class Start(Struct, frozen=True, kw_only=True):
     """The body of START. `applet`: argv is a built-in file operation, not a program. `warm`: `script` is source for the
-    sandbox's warm interpreter, argv the name of its socket and the program's arguments.
+    sandbox's warm interpreter, argv the name of its socket and the program's arguments. `operation`: argv is one on a
+    virtual machine, with its init's rights: `layer` writes what the guest has written as an OCI layer, `sync` its disk.
     """
 
     process_id: str
     argv: Sequence[str]
     applet: bool = False
     warm: bool = False
+    operation: bool = False
     flags: StartFlag = StartFlag(0)
     spool_bytes: int = 1 << 20
     backstop_ms: int = 0
@@ -273,7 +294,7 @@ class Start(Struct, frozen=True, kw_only=True):
     stdin: bytes = b""
 
     def encode(self, tag: int) -> bytes:
-        kind = _KIND_PYTHON if self.warm else int(self.applet)
+        kind = _KIND_PYTHON if self.warm else _KIND_MACHINE if self.operation else int(self.applet)
         head = struct.pack("<BHIIHH", kind, self.flags, self.spool_bytes, self.backstop_ms, self.rows, self.cols)
         limits = b"".join(struct.pack("<IQQ", *limit) for limit in self.limits)
         return frame(
@@ -324,6 +345,35 @@ def ping(tag: int) -> bytes:
     return frame(Request.PING, tag)
 
 
+def hello() -> bytes:
+    """HELLO of a host that gives no leaves."""
+    return frame(Request.HELLO, HELLO_TAG, struct.pack("<IB", VERSION, 0))
+
+
+def counters(tag: int) -> bytes:
+    return frame(Request.COUNTERS, tag)
+
+
+def configure(tag: int, hostname: str = "", memory_bytes: int = 0, pids: int = 0) -> bytes:
+    """Give a machine its name and its guest's limits; what is empty or 0 stays as it is."""
+    return frame(Request.CONFIGURE, tag, text(hostname), struct.pack("<QQ", memory_bytes, pids))
+
+
+def line_call(number: bytes) -> bytes:
+    """The first word of a greeting over a line."""
+    return _LINE_MAGIC + b"C" + number
+
+
+def line_answer(number: bytes) -> bytes:
+    """How the init's answer to a call begins; its own number follows."""
+    return _LINE_MAGIC + b"A" + number
+
+
+def line_confirm(own: bytes, secret: bytes) -> bytes:
+    """The last word, behind which frames begin. `own`: the init's number; `secret`: of 32 bytes."""
+    return _LINE_MAGIC + b"K" + own + secret
+
+
 def hold(tag: int) -> bytes:
     return frame(Request.HOLD, tag)
 
@@ -338,6 +388,13 @@ def decode_hello(body: bytes) -> int:
     version, _, _ = fields.take(_HELLO_REPLY)
     fields.end()
     return version
+
+
+def decode_counters(body: bytes) -> Counters:
+    fields = Fields(body)
+    found = Counters(*fields.take(_COUNTERS_REPLY))
+    fields.end()
+    return found
 
 
 def decode_started(body: bytes) -> Started:

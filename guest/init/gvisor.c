@@ -1,0 +1,48 @@
+/* What is different where the kernel is gVisor's: started as root, since a change of user by the starter would take the capabilities
+ * along (it knows no ambient ones), and with extended attributes that it can't tell of every file. */
+#define _GNU_SOURCE
+#include <linux/capability.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+
+#include "init.h"
+
+/* Of links, and of files that the caller may not read, it answers with errors that programs like ls take for a failure. So there are none. */
+static int refuse_attributes(void)
+{
+	static const uint32_t calls[] = {SYS_getxattr,	SYS_lgetxattr,	SYS_fgetxattr,	SYS_setxattr,	 SYS_lsetxattr,	   SYS_fsetxattr,
+					 SYS_listxattr, SYS_llistxattr, SYS_flistxattr, SYS_removexattr, SYS_lremovexattr, SYS_fremovexattr};
+	struct sock_filter program[2 * COUNT_OF(calls) + 2];
+	unsigned short length = 0;
+
+	program[length++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+	for (size_t i = 0; i < COUNT_OF(calls); i++) {
+		program[length++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, calls[i], 0, 1);
+		program[length++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EOPNOTSUPP);
+	}
+	program[length++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0)
+		return -1;
+	return (int)syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &(struct sock_fprog){length, program});
+}
+
+/* Become this user with the capabilities that root was given. 0, or -1 with errno. */
+int gvisor_become(uid_t uid)
+{
+	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+	struct __user_cap_data_struct data[2];
+
+	if (prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0) != 0 || setresgid(uid, uid, uid) != 0 || setresuid(uid, uid, uid) != 0)
+		return -1;
+	if (prctl(PR_SET_KEEPCAPS, 0, 0, 0, 0) != 0 || syscall(SYS_capget, &header, data) != 0)
+		return -1;
+	for (int i = 0; i < 2; i++)
+		data[i].effective = data[i].permitted;
+	if (syscall(SYS_capset, &header, data) != 0)
+		return -1;
+	settings.is_gvisor = true;
+	return refuse_attributes();
+}
