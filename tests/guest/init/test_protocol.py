@@ -98,7 +98,7 @@ def test_descriptors_without_hello_are_dropped(guest: Guest) -> None:
     "data",
     [
         frame(0),
-        frame(16),
+        frame(18),
         frame(0x82),
         frame(0xA0),
         frame(0xFF),
@@ -118,7 +118,7 @@ def test_descriptors_without_hello_are_dropped(guest: Guest) -> None:
         frame(START, start_body("a\0b", ["true"])),
         frame(START, start_body("x", [])),
         frame(START, start_body("x", [b"a\0b"])),
-        frame(START, start_body("x", ["true"], kind=3)),
+        frame(START, start_body("x", ["true"], kind=4)),
         frame(START, start_body("x", ["true"], flags=64)),
         frame(START, start_body("x", ["true"], env={"A": "\0"})),
         frame(START, start_body("x", ["true"], user="a\0")),
