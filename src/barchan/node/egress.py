@@ -65,9 +65,9 @@ class EgressStatistics(Struct, frozen=True, kw_only=True):
     bytes_down: int
 
 
-def proxy_env() -> dict[str, str]:
-    """The variables by which programs in a sandbox find its proxy."""
-    url = f"http://127.0.0.1:{PROXY_PORT}"
+def proxy_env(host: str = "127.0.0.1") -> dict[str, str]:
+    """The variables by which programs in a sandbox find its proxy; `host`: its address as they see it."""
+    url = f"http://{host}:{PROXY_PORT}"
     direct = "localhost,127.0.0.1,::1"
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
     return {**dict.fromkeys(names, url), "no_proxy": direct, "NO_PROXY": direct}

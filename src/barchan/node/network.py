@@ -21,9 +21,9 @@ class Network:
         self.events: list[EgressEvent] = []
 
     @staticmethod
-    def env(spec: SandboxSpec) -> dict[str, str]:
+    def env(spec: SandboxSpec, handle: Handle) -> dict[str, str]:
         """Variables a guest needs to find its way out."""
-        return proxy_env() if spec.network == "allow" else {}
+        return proxy_env(handle.proxy_host) if spec.network == "allow" else {}
 
     @classmethod
     async def open(cls, spec: SandboxSpec, handle: Handle, files: Files, *, is_new: bool = True) -> "Network | None":

@@ -50,6 +50,11 @@ class HostedHandle:
         return self.outer.listener
 
     @property
+    def proxy_host(self) -> str:
+        """See `Handle.proxy_host`: the outer's loopback, which the guest shares."""
+        return self.outer.proxy_host
+
+    @property
     def netns(self) -> int | None:
         """See `Handle.netns`."""
         return self.outer.netns

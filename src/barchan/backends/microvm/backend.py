@@ -1,0 +1,153 @@
+"""MicroVMs: a template's layers as disks, a minimal kernel, our init, in a QEMU inside a container."""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from barchan.backends.base import Capabilities, Host
+from barchan.backends.hosted.outer import HostLayer
+from barchan.backends.microvm import disks
+from barchan.backends.microvm.boot import Boot, command_line
+from barchan.backends.microvm.handle import MicrovmHandle
+from barchan.backends.microvm.kernel import Kernel
+from barchan.backends.microvm.kernel import find as find_kernel
+from barchan.backends.microvm.probe import requirements
+from barchan.backends.qemu import install
+from barchan.backends.qemu.backend import MachineBackend
+from barchan.backends.qemu.install import Qemu
+from barchan.backends.qemu.machine import MEMORY
+from barchan.backends.qemu.shape import ADDRESS, GATEWAY, NETWORK, OVERHEAD_MIB, PROCESSES_MAX, Shape, common
+from barchan.errors import RequirementMissing
+from barchan.image.template import Layer, Template
+from barchan.model.node import Requirement
+from barchan.model.sandbox import SandboxSpec
+
+KERNEL_MIB = 64  # of a guest's memory, for its kernel and its init: what its programs may take is on top
+SPARE_MIB = 64  # of the outer's disk, beside the guest's
+SHM_BYTES = 64 << 20
+TCG = "tcg,tb-size=32"
+
+
+class MicrovmBackend(MachineBackend):
+    """See `backends.base.Backend`."""
+
+    name = "microvm"
+    handle = MicrovmHandle
+    capabilities = Capabilities(
+        isolation="kernel",
+        own_kernel=True,
+        fork=True,
+        memory_snapshot=True,
+        warm=True,
+        page_out=True,
+        networks=frozenset({"none", "open", "allow"}),
+        roots=frozenset({"plain", "capable"}),
+    )
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._qemu: Qemu
+        self._kernel: Kernel
+        self._image_layers: dict[tuple[str, ...], tuple[HostLayer, int]] = {}
+
+    def probe(self) -> Sequence[Requirement]:
+        return requirements(self.host.state_dir)
+
+    async def start(self) -> None:
+        await super().start()
+        qemu = await asyncio.to_thread(install.find, self.host.state_dir)
+        if qemu is None:
+            raise RequirementMissing("microVMs need QEMU: run `barchan tools install qemu`")
+        self._qemu = qemu
+        self._kernel = await asyncio.to_thread(find_kernel, self.host.state_dir)
+
+    async def shape(self, spec: SandboxSpec, template: Template, image: Sequence[Layer] | None = None) -> Shape:
+        layers = tuple(template.layers if image is None else image)
+        digests = tuple(layer.digest for layer in layers)
+        if digests not in self._image_layers:
+            made = await asyncio.to_thread(disks.image_layer, self.links, self.host.images, layers)
+            self._image_layers[digests] = made
+        disk_layer, count = self._image_layers[digests]
+        fresh = await asyncio.to_thread(disks.fresh_disk, self.links, spec.disk_mib)
+        kernel = await asyncio.to_thread(self._kernel_layer)
+        vcpus = max(1, math.ceil(spec.cpus))
+        memory_mib = spec.memory_mib + KERNEL_MIB
+        boot = Boot(
+            layers=count,
+            hostname="sandbox",
+            memory_bytes=spec.memory_mib << 20,
+            pids=spec.pids_max,
+            shm_bytes=min(SHM_BYTES, spec.memory_mib << 19),
+            spool_bytes=disks.SPOOL_BYTES,
+            root_capable=spec.root == "capable",
+            net=None if spec.network == "none" else (ADDRESS, GATEWAY),
+        )
+        # A distribution's kernel finds devices by ACPI alone, ours by its command line, which takes less time.
+        acpi = "on" if self._kernel.needs_modules else "off"
+        hardware = (
+            *common(install.EMULATOR, install.FIRMWARE, TCG, vcpus, memory_mib),
+            *("-M", f"microvm,acpi={acpi},memory-backend={MEMORY},suppress-vmdesc=on", "-cpu", "max"),
+            *("-device", "virtio-serial-device", "-device", "virtserialport,chardev=guest,name=barchan"),
+            *("-device", "virtio-balloon-device,free-page-reporting=on"),
+            *_disk("disk", disks.DISK_PATH, is_written=True),
+            *(word for index in range(count) for word in _disk(f"layer-{index}", disks.LAYER_PATH.format(index))),
+            *(() if spec.network == "none" else _NETWORK),
+        )
+        return Shape(
+            layers=(disk_layer, HostLayer(f"qemu-{self._qemu.version}", self._qemu.root)),
+            hardware=hardware,
+            boot=("-kernel", "/kernel/vmlinux", "-initrd", "/kernel/initrd", "-append", command_line(boot)),
+            boot_layers=(fresh, kernel),
+            memory_mib=memory_mib,
+            disk=disks.DISK_PATH,
+            stores_disk=True,
+            image=layers,
+            engine={
+                "QEMU": self._qemu.version,
+                "kernel": self._kernel.digest,
+                "hardware": hashlib.sha256("\0".join(hardware).encode()).hexdigest()[:16],
+                "acceleration": TCG.partition(",")[0],
+            },
+            outer=self._outer(spec, memory_mib),
+        )
+
+    def _kernel_layer(self) -> HostLayer:
+        files = {"/kernel/vmlinux": self._kernel.vmlinux, "/kernel/initrd": self._kernel.initrd}
+        return self.links.make(f"kernel-{self._kernel.digest[:32]}", files)
+
+    @staticmethod
+    def _outer(spec: SandboxSpec, memory_mib: int) -> SandboxSpec:
+        disk_mib = (disks.disk_bytes(spec.disk_mib) >> 20) + 1
+        return replace(
+            spec,
+            memory_mib=memory_mib + OVERHEAD_MIB,
+            pids_max=PROCESSES_MAX,
+            disk_mib=disk_mib + SPARE_MIB,
+            root="plain",
+            env={},
+            setup=None,
+        )
+
+    async def unmount(self, digests: Iterable[str] | None = None) -> None:
+        for name in await asyncio.to_thread(disks.unneeded, self.links, self.host.images):
+            if await self.outers.drop_layer(self.links.layer(name).name):
+                self._image_layers.clear()
+                await asyncio.to_thread(self.links.remove, name)
+
+
+def _disk(name: str, path: str, *, is_written: bool = False) -> tuple[str, ...]:
+    """One disk, which the guest knows by this serial number. Nothing is forced to the host's disk: a sandbox's layer is
+    never needed after the host has crashed.
+    """
+    modes = "discard=unmap,cache.no-flush=on" if is_written else "read-only=on"
+    device = f"virtio-blk-device,drive={name},serial={name}" + (",discard=on" if is_written else "")
+    return ("-blockdev", f"driver=file,filename={path},node-name={name},locking=off,{modes}", "-device", device)
+
+
+_NETWORK = (
+    *("-netdev", f"user,id=net,ipv6=off,net={NETWORK},host={GATEWAY}"),
+    *("-device", "virtio-net-device,netdev=net"),
+)

@@ -1,0 +1,364 @@
+"""What backends have in common whose guests are machines: booted once for a template, then cloned from its memory."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from barchan.backends.base import Host
+from barchan.backends.container.backend import ContainerHandle
+from barchan.backends.hosted import serial
+from barchan.backends.hosted.backend import HostedBackend
+from barchan.backends.hosted.outer import HostLayer
+from barchan.backends.qemu.guest import CountingGuest
+from barchan.backends.qemu.handle import MachineHandle, greeted
+from barchan.backends.qemu.links import Links
+from barchan.backends.qemu.machine import Machine
+from barchan.backends.qemu.shape import Shape
+from barchan.backends.qemu.slots import Kind, MachineSlots, kind_of
+from barchan.backends.qemu.stored import Stored
+from barchan.core.finished import finished
+from barchan.errors import BarchanError, BootFailed, ConnectionLost, NotFound, SnapshotCorrupt
+from barchan.image.template import Layer, Template
+from barchan.model.sandbox import SandboxSpec
+from barchan.model.snapshot import MemoryRecord
+from barchan.snapshot.compatible import check_engine
+from barchan.snapshot.pager.link import PagerLink
+from barchan.wire import guest as wire
+
+First = Callable[[Machine, bytes], Awaitable[socket.socket]]
+ENTROPY_BYTES = 64
+WAKE_S = 15.0  # for a restored guest's init to answer
+WARM_S = 20.0
+WARM_ID = "fs:warm"  # not among the programs that a sandbox lists
+
+
+class Note(Struct, frozen=True, kw_only=True):
+    """What a later node must know of a sandbox: the layers of its outer by name and path, and those of its image."""
+
+    layers: tuple[tuple[str, str], ...]
+    image: tuple[Layer, ...]
+
+
+class MachineBackend(HostedBackend):
+    """See `backends.base.Backend`. One of its kind adds `shape` and a handle, and may have its own `fresh`, `first` and
+    `booted`.
+
+    Attributes:
+        boot_s: For which a guest may take to boot.
+        handle: The class of its handles.
+    """
+
+    boot_s = 60.0
+    handle: type[MachineHandle] = MachineHandle
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        folder = host.state_dir / self.name
+        self._notes = folder / "live"
+        self.links = Links(self.name, folder / "layers")
+        self._stored = Stored(folder / "templates", self.links, lambda name: self.outers.drop_layer(name))
+        self._kinds: dict[Kind, tuple[SandboxSpec, Shape]] = {}
+        self.machine_slots = MachineSlots(self._fill)
+        self.slots = self.machine_slots
+
+    async def shape(self, spec: SandboxSpec, template: Template, image: Sequence[Layer] | None = None) -> Shape:
+        """The machine that a spec asks for.
+
+        Args:
+            image: The layers that it sees, where those are not the template's.
+
+        Raises:
+            RequirementMissing: The host or the template lacks something. InvalidSpec: No machine can be like that.
+        """
+        raise NotImplementedError
+
+    async def fresh(self, outer: ContainerHandle, shape: Shape) -> None:
+        """Put what a booting machine needs into its outer, where no cut has brought it."""
+
+    async def first(self, machine: Machine, secret: bytes) -> socket.socket:
+        """The first connection to the init of a guest that boots, within `boot_s`.
+
+        Raises:
+            ConnectionLost: It does not come up.
+        """
+        return await greeted(machine, secret, self.boot_s)
+
+    async def booted(self, handle: MachineHandle) -> None:
+        """Wait until a booted guest is worth being stored for others."""
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._notes.mkdir, 0o700, parents=True, exist_ok=True)
+        await super().start()
+
+    # new ones
+
+    async def create(
+        self, sandbox_id: str, spec: SandboxSpec, template: Template, *, cut: str | None = None
+    ) -> MachineHandle:
+        self.capabilities.check(spec)
+        self.machine_slots.begin()
+        try:
+            shape = await self.shape(spec, template)
+            if cut is not None:
+                handle = await self._boot(sandbox_id, spec, shape, cut)
+            else:
+                kind = kind_of(spec, template)
+                self._kinds[kind] = spec, shape
+                handle = await self._of_template(sandbox_id, spec, shape)
+                self.machine_slots.used(kind, sandbox_id)
+            try:
+                await handle.go_on_inside()
+            except BaseException:
+                await asyncio.shield(handle.destroy())
+                raise
+            return handle
+        finally:
+            self.machine_slots.end()
+
+    async def _of_template(self, sandbox_id: str, spec: SandboxSpec, shape: Shape) -> MachineHandle:
+        """A clone of a machine of its template; the first one boots, and becomes that machine."""
+        waiting = await self.machine_slots.claim(sandbox_id)
+        if waiting is not None:
+            return await self._become(waiting, spec)
+        layer = await self._stored.template(shape.key, shape)
+        if layer is None:
+            async with self._stored.turn(shape.key):
+                layer = await self._stored.template(shape.key, shape)
+                if layer is None:
+                    handle = await self._boot(sandbox_id, spec, shape, None)
+                    await self._keep(handle, shape)
+                    return handle
+        machine = await self._prepare(sandbox_id, shape, layer)
+        return await self._go(sandbox_id, spec, shape, machine, self._stored.directory(shape.key))
+
+    async def _boot(self, sandbox_id: str, spec: SandboxSpec, shape: Shape, cut: str | None) -> MachineHandle:
+        layers = (*(() if cut is not None else shape.boot_layers[:1]), *shape.boot_layers[1:], *shape.layers)
+        machine = await self._start(sandbox_id, shape, layers, shape.booting(), cut, is_fresh=cut is None)
+        return await self._equip(sandbox_id, spec, shape, machine, self.first)
+
+    async def _keep(self, handle: MachineHandle, shape: Shape) -> None:
+        """Store a machine that has booted and run nothing yet, for those that come after it.
+
+        Where that fails, it goes on all the same, and the next one boots, too.
+        """
+        part = self._stored.part(shape.key)
+        try:
+            await self.booted(handle)
+            await handle.dump_whole(part)
+            await finished(asyncio.to_thread(self._stored.keep, part, shape.key))
+            await self._stored.shrink()
+        except (BarchanError, OSError) as error:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"the memory of a {self.name} template was not kept", "exception": error}
+            )
+            if handle.ended.done():
+                raise
+        except BaseException:
+            await asyncio.shield(handle.destroy())
+            raise
+
+    # from memory
+
+    async def restore(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        template: Template,
+        memory: Path,
+        record: MemoryRecord,
+        *,
+        cut: str | None,
+        pager: PagerLink | None = None,
+    ) -> MachineHandle:
+        self.capabilities.check(spec)
+        known = {layer.digest: layer for layer in template.layers}
+        if not set(record.layers) <= set(known):
+            raise SnapshotCorrupt(f"{sandbox_id} was stored with other layers than its image has")
+        shape = await self.shape(spec, template, [known[digest] for digest in record.layers])
+        check_engine(record, self.name, shape.engine)
+        self.machine_slots.begin()
+        try:
+            layer = await self._stored.once(sandbox_id, memory, shape)
+            try:
+                machine = await self._prepare(sandbox_id, shape, layer, None if shape.stores_disk else cut)
+                return await self._go(sandbox_id, spec, shape, machine, memory)
+            except BaseException:
+                await finished(self._left(sandbox_id))
+                raise
+        finally:
+            self.machine_slots.end()
+
+    async def _fill(self, kind: Kind, sandbox_id: str) -> MachineHandle:
+        """A clone that has started a program once, so that its QEMU has that part of the guest's kernel translated."""
+        spec, shape = self._kinds[kind]
+        layer = await self._stored.template(shape.key, shape)
+        if layer is None:
+            raise NotFound("its template's memory was removed")
+        machine = await self._prepare(sandbox_id, shape, layer)
+        handle = await self._go(sandbox_id, spec, shape, machine, self._stored.directory(shape.key))
+        try:
+            await handle.go_on_inside()
+            await self.warm_up(handle)
+            await handle.freeze()
+        except BaseException:
+            await finished(handle.destroy())
+            raise
+        return handle
+
+    async def _become(self, handle: MachineHandle, spec: SandboxSpec) -> MachineHandle:
+        """Make a slot a sandbox."""
+        handle.spec = spec
+        try:
+            await handle.wake()
+            await self.settle(handle)
+        except BaseException:
+            await finished(handle.destroy())
+            raise
+        return handle
+
+    async def warm_up(self, handle: MachineHandle) -> None:
+        """Start a program in a clone that is to wait, and see its end. One whose image has no shell has failed to."""
+        start = wire.Start(
+            process_id=WARM_ID, argv=("/bin/sh", "-c", ":"), user="root", flags=wire.StartFlag.FOLLOW, spool_bytes=65536
+        )
+        process = await handle.guest.start(start, None)
+        async with asyncio.timeout(WARM_S):
+            await asyncio.shield(process.ended)
+
+    async def _prepare(self, sandbox_id: str, shape: Shape, memory: HostLayer, cut: str | None = None) -> Machine:
+        """A QEMU that waits for its state."""
+        return await self._start(sandbox_id, shape, (memory, *shape.layers), shape.restored(), cut)
+
+    async def _go(
+        self, sandbox_id: str, spec: SandboxSpec, shape: Shape, machine: Machine, memory: Path
+    ) -> MachineHandle:
+        try:
+            await machine.load(memory)
+        except BaseException:
+            machine.close()
+            await asyncio.shield(self._abandon(sandbox_id))
+            raise
+        return await self._equip(sandbox_id, spec, shape, machine, _again)
+
+    # what all have in common
+
+    async def _start(
+        self,
+        sandbox_id: str,
+        shape: Shape,
+        layers: Sequence[HostLayer],
+        argv: Sequence[str],
+        cut: str | None,
+        *,
+        is_fresh: bool = False,
+    ) -> Machine:
+        note = Note(layers=tuple((layer.name, str(layer.path)) for layer in layers), image=shape.image)
+        await asyncio.to_thread(self._note(sandbox_id).write_bytes, msgspec.json.encode(note))
+        try:
+            outer = await self.outers.create(sandbox_id, shape.outer, layers, template=shape.below, cut=cut)
+            try:
+                if is_fresh:
+                    await self.fresh(outer, shape)
+                return await Machine.start(outer, argv)
+            except BaseException:
+                await asyncio.shield(outer.destroy())
+                raise
+        except BaseException:
+            await finished(self._left(sandbox_id))
+            raise
+
+    async def _equip(
+        self, sandbox_id: str, spec: SandboxSpec, shape: Shape, machine: Machine, first: First
+    ) -> MachineHandle:
+        """Greet the init of a machine that runs, make it this sandbox's, and stop its programs until `thaw`."""
+        secret = serial.secret(self.host.state_dir, sandbox_id)
+        try:
+            try:
+                guest = await CountingGuest.open(await first(machine, secret))
+            except (ConnectionLost, OSError, TimeoutError) as error:
+                console = (await machine.console()).strip()[-300:]
+                raise BootFailed(
+                    f"the guest of {sandbox_id} does not come up: {error}; {console or machine.said()}"
+                ) from error
+            handle = self.handle(sandbox_id, machine, guest, spec, shape, secret, self._left)
+            await self.settle(handle)
+            return handle
+        except BaseException:
+            machine.close()
+            await asyncio.shield(self._abandon(sandbox_id))
+            raise
+
+    async def settle(self, handle: MachineHandle) -> None:
+        """Give a guest that nobody has used yet what is its own: entropy, name and time."""
+        guest, entropy = handle.guest, secrets.token_bytes(ENTROPY_BYTES)
+        await asyncio.gather(
+            guest.request(lambda tag: wire.frame(wire.Request.RESEED, tag, wire.blob(entropy))),
+            guest.request(lambda tag: wire.configure(tag, hostname=handle.spec.hostname)),
+            handle.counting.count(),
+        )
+
+    async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> MachineHandle:
+        note = await asyncio.to_thread(self._read_note, sandbox_id)
+        layers = tuple(HostLayer(name, Path(path)) for name, path in note.layers)
+        shape = await self.shape(spec, template, note.image)
+        outer = await self.outers.adopt(sandbox_id, shape.outer, layers, template=shape.below)
+        await outer.thaw(0.0)
+        machine = await Machine.find(outer)
+        await machine.cont()
+        secret = serial.secret(self.host.state_dir, sandbox_id)
+        guest = await CountingGuest.open(await greeted(machine, secret, WAKE_S))
+        await guest.count()
+        return self.handle(sandbox_id, machine, guest, spec, shape, secret, self._left)
+
+    def _note(self, sandbox_id: str) -> Path:
+        return self._notes / f"{sandbox_id}.json"
+
+    def _read_note(self, sandbox_id: str) -> Note:
+        try:
+            return msgspec.json.decode(self._note(sandbox_id).read_bytes(), type=Note)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise BootFailed(f"what {sandbox_id} was made of is not known any more: {error}") from error
+
+    async def _abandon(self, sandbox_id: str) -> None:
+        try:
+            await self.outers.discard(sandbox_id)
+        except NotFound:
+            pass  # it has gone by itself
+        finally:
+            await self._left(sandbox_id)
+
+    async def _left(self, sandbox_id: str) -> None:
+        """Nothing of a sandbox runs any more: what it had here goes, too."""
+        await asyncio.to_thread(self._note(sandbox_id).unlink, missing_ok=True)
+        await self._stored.left(sandbox_id)
+
+    async def discard(self, sandbox_id: str) -> None:
+        try:
+            await super().discard(sandbox_id)
+        finally:
+            await self._left(sandbox_id)
+
+    def adopted(self) -> None:
+        self._cleaning = asyncio.get_running_loop().create_task(self._clean())
+
+    async def _clean(self) -> None:
+        alive = set(await self.found())
+        for path in await asyncio.to_thread(lambda: list(self._notes.glob("*.json"))):
+            if path.stem not in alive:
+                path.unlink(missing_ok=True)
+        await self._stored.clean(alive)
+
+    async def close(self) -> None:
+        await self.machine_slots.close()
+
+    async def shutdown(self) -> None:
+        await self.machine_slots.close()
+
+
+async def _again(machine: Machine, secret: bytes) -> socket.socket:
+    return await greeted(machine, secret, WAKE_S)
