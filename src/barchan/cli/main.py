@@ -56,6 +56,7 @@ COMMANDS = {
     "task": ("barchan.cli.task:app", "Check and prepare the tasks of a set."),
     "trajectory": ("barchan.cli.trajectory:app", "Show, check and export the logs of rollouts."),
     "tools": ("barchan.cli.tools:app", "Install what Barchan needs of other projects."),
+    "kernel": ("barchan.cli.kernel:app", "Build or install the kernel that microVMs boot."),
     "bench": ("barchan.cli.bench:app", "Measure this machine's sandboxes."),
     "conformance": ("barchan.cli.conformance:conformance", "Check that a backend keeps what is promised for all."),
 }
