@@ -15,7 +15,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PROGRAMS = ("barchan-init", "barchan-boot", "barchan-supervisor", "barchan-pack", "barchan-criu.so")
+PROGRAMS = ("barchan-init", "barchan-boot", "barchan-gvisor", "barchan-supervisor", "barchan-pack", "barchan-criu.so")
 CLIENT_ONLY = "With BARCHAN_NO_GUEST=1 the client alone is built, which needs no C."
 
 

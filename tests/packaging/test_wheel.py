@@ -14,7 +14,7 @@ from tests.tidy.source import ROOT
 
 pytestmark = pytest.mark.requires("static-libc")
 
-PROGRAMS = {f"barchan/_guest/barchan-{name}" for name in ("init", "boot", "supervisor", "pack", "criu.so")}
+PROGRAMS = {f"barchan/_guest/barchan-{name}" for name in ("init", "boot", "gvisor", "supervisor", "pack", "criu.so")}
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,14 @@ from barchan.cli.progress import progress
 INSTALLERS = {
     "criu": "barchan.backends.container.criu_install",
     "qemu": "barchan.backends.qemu.install",
+    "runsc": "barchan.backends.gvisor.install",
 }
 
 app = App(name="tools", help_format="plaintext")
 
 
 @app.command
-def install(tool: Literal["criu", "qemu"], *, common: Common = DEFAULTS) -> int:
+def install(tool: Literal["criu", "qemu", "runsc"], *, common: Common = DEFAULTS) -> int:
     """Install a program that is not in every distribution, or not in a version that runs here.
 
     Needs root and a Debian mirror in reach, and takes half a minute or so; where
@@ -31,6 +32,7 @@ def install(tool: Literal["criu", "qemu"], *, common: Common = DEFAULTS) -> int:
     Args:
         tool: criu: stores the memory of sandboxes, for hibernation and forks.
             qemu: runs microVMs and full machines.
+            runsc: runs sandboxes of gVisor.
     """
     from barchan.backends import tools
 

@@ -45,7 +45,7 @@ def _key(path: Path) -> bytes:
     return path.read_bytes()
 
 
-async def greet(sock: socket.socket, secret: bytes, *, timeout_s: float = GREET_S) -> None:
+async def greet(sock: socket.socket, secret: bytes, *, opens: bytes | None = None, timeout_s: float = GREET_S) -> None:
     """Begin a connection over a line, in the midst of whatever went over it before, and say HELLO.
 
     Afterwards `GuestConnection.open(sock)` goes on.
@@ -53,6 +53,7 @@ async def greet(sock: socket.socket, secret: bytes, *, timeout_s: float = GREET_
     Args:
         sock: Of a stream, connected. It is made non-blocking. It stays the caller's, also after an error.
         secret: The line's, which ends a connection under way, and the next one's.
+        opens: That of the connection under way, where it is another one's: of a guest that was stored with it.
 
     Raises:
         ReadTimeout: The init has not answered in time.
@@ -61,7 +62,7 @@ async def greet(sock: socket.socket, secret: bytes, *, timeout_s: float = GREET_
     sock.setblocking(False)
     try:
         async with asyncio.timeout(timeout_s):
-            own = await _call(sock, secret)
+            own = await _call(sock, opens or secret)
             await asyncio.get_running_loop().sock_sendall(sock, wire.line_confirm(own, secret) + wire.hello())
     except TimeoutError as error:
         raise ReadTimeout(f"the guest init did not answer a greeting within {timeout_s:g} s") from error

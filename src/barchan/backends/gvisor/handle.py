@@ -1,0 +1,193 @@
+"""One sandbox in gVisor."""
+
+import asyncio
+import os
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from barchan.backends.base import Ended
+from barchan.backends.container.backend import ContainerHandle
+from barchan.backends.guest import GuestProcess
+from barchan.backends.gvisor import control
+from barchan.backends.gvisor.control import Sentry
+from barchan.backends.gvisor.guest import GvisorConnection, end_of
+from barchan.backends.gvisor.spec import has_own_network
+from barchan.backends.hosted.handle import HostedHandle
+from barchan.backends.hosted.serial import greet
+from barchan.core.finished import finished
+from barchan.errors import BackendError, CapacityError, ConnectionLost, InitDied, NotSnapshotable
+from barchan.image.disk import NO_ROOM
+from barchan.image.template import Template
+from barchan.model.sandbox import SandboxSpec
+from barchan.model.snapshot import MemoryRecord
+from barchan.snapshot.compatible import this_host
+from barchan.snapshot.shelf import FREE_BYTES_MIN
+from barchan.wire import guest as wire
+
+NAME: Final = "gvisor"
+IMAGE: Final = "image"  # of a memory directory
+LINE: Final = "line"  # in there: what opens the stored guest's line once more
+RECORD: Final = "record.json"
+SAVE_S: Final = 300.0
+FULL_BYTES: Final = 1 << 20  # of a full disk the kernel tells in many ways
+
+
+class GvisorHandle(HostedHandle):
+    """See `HostedHandle`.
+
+    Args:
+        secret: By which its init knows the node.
+        engine: What must be equal where its memory is restored.
+    """
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        outer: ContainerHandle,
+        guest: GvisorConnection,
+        runner: GuestProcess,
+        *,
+        secret: bytes,
+        engine: dict[str, str],
+        spec: SandboxSpec,
+        template: Template,
+    ) -> None:
+        super().__init__(sandbox_id, outer, guest, runner)
+        self.spec = spec
+        self.template = template
+        self._secret = secret
+        self._engine = engine
+
+    async def connect(self) -> socket.socket:
+        """See `HostedHandle.connect`."""
+        return await connect(self.outer, self._secret)
+
+    def tell_end(self, end: Ended) -> None:
+        """See `HostedHandle.tell_end`."""
+        super().tell_end(Ended(wstatus=end_of(end.wstatus), oom_kills=end.oom_kills))
+
+    async def freeze(self) -> None:
+        """See `Handle.freeze`. The guest's own kernel stops its programs first: so they stay stopped while that kernel
+        has to run again, to store them.
+        """
+        if not self.guest.at_work.is_set():
+            return
+        await self.guest.request(wire.hold)
+        try:
+            await control.stop(self.outer)
+            await self.outer.freeze()
+        except BaseException:
+            await finished(self._go_on(0.0))
+            raise
+        self.guest.at_work.clear()
+
+    async def thaw(self, frozen_s: float) -> None:
+        """See `Handle.thaw`."""
+        await self.outer.thaw(0.0)  # nothing of it has a time limit
+        await finished(self._go_on(frozen_s))
+
+    async def _go_on(self, frozen_s: float) -> None:
+        await control.go_on(self.outer)
+        self.guest.at_work.set()
+        await self._release(frozen_s)
+
+    async def dump(self, target: Path, *, keep: bool) -> MemoryRecord:
+        """See `Handle.dump`. It goes on in any case: where it is not to be kept, it is destroyed next."""
+        if not has_own_network(self.spec.network):
+            raise NotSnapshotable(
+                f"its kernel uses the network of its container, which is {self.spec.network!r}, and can't store that: "
+                "create it with network='none'"
+            )
+        if shutil.disk_usage(target.parent).free < self.stats().memory_bytes + FREE_BYTES_MIN:
+            raise self._no_room()
+        return await finished(self._dump(target))
+
+    def _no_room(self) -> CapacityError:
+        return CapacityError(f"the node's disk has no room for the memory of {self.sandbox_id}", retry_after_ms=1000)
+
+    async def _dump(self, target: Path) -> MemoryRecord:
+        os.mkdir(target, 0o700)
+        try:
+            images = target / IMAGE
+            images.mkdir()
+            processes = self.guest.running
+            async with self._stopped():
+                await self._save(images)
+            (images / LINE).write_bytes(self._secret)
+            record = self._record(processes, sum(path.stat().st_size for path in images.iterdir()))
+            (target / RECORD).write_bytes(msgspec.json.encode(record))
+            return record
+        except BaseException as error:
+            await finished(asyncio.to_thread(shutil.rmtree, target, ignore_errors=True))
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                raise self._no_room() from error
+            if isinstance(error, OSError):
+                raise BackendError(f"the memory of {self.sandbox_id} could not be stored: {error}") from error
+            raise
+
+    @asynccontextmanager
+    async def _stopped(self) -> AsyncIterator[None]:
+        """Inside, the guest's programs stand still, and what runs them does not."""
+        was_frozen = not self.guest.at_work.is_set()
+        if was_frozen:
+            await self.outer.thaw(0.0)
+        self.guest.at_work.clear()
+        try:
+            await control.stop(self.outer)  # harmless if they are
+            yield
+        finally:
+            if was_frozen:
+                await self.outer.freeze()
+            else:
+                await control.go_on(self.outer)
+                self.guest.at_work.set()
+
+    async def _save(self, images: Path) -> None:
+        try:
+            with await Sentry.of(self.outer) as sentry:
+                await sentry.save(images, SAVE_S)
+        except ConnectionLost as error:
+            raise InitDied(f"the kernel of {self.sandbox_id} broke while its memory was stored: {error}") from error
+        except BackendError as error:
+            if shutil.disk_usage(images).free < FULL_BYTES:
+                raise self._no_room() from error
+            raise NotSnapshotable(f"the memory of {self.sandbox_id} can't be stored: {error}") from error
+
+    def _record(self, processes: int, resident_bytes: int) -> MemoryRecord:
+        host = this_host("")
+        return MemoryRecord(
+            backend=NAME,
+            engine=self._engine,
+            kernel=host.kernel,
+            machine=host.machine,
+            cpu_features=host.cpu_features,
+            hostname=self.spec.hostname,
+            network=self.spec.network,
+            layers=tuple(layer.digest for layer in self.template.layers),
+            processes=processes,
+            resident_bytes=resident_bytes,
+        )
+
+
+async def connect(outer: ContainerHandle, secret: bytes, stored: bytes | None = None) -> socket.socket:
+    """A connection to the guest's init, greeted.
+
+    Args:
+        stored: Of a restored guest, the secret that it was stored with: for it, that connection is under way.
+
+    Raises:
+        ConnectionLost, ReadTimeout: There is none now.
+    """
+    sock = await control.guest_line(outer)
+    try:
+        await greet(sock, secret, opens=stored)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
