@@ -161,8 +161,8 @@ async def test_programs_may_do_anything_before_their_memory_is_there(dumped: Dum
     turn = asyncio.Lock()
     with ThreadPoolExecutor(2) as executor:
         source = Source(dumped.shelf.open("snap_1"), Chunks())
-        group, keeper = os.fspath(dumped.ground.group), NoKeeper()
-        served = Served("sb_1", source, tmp_path / "work", group, keeper, executor, turn, before_end)  # type: ignore[arg-type]
+        place = (tmp_path / "work", os.fspath(dumped.ground.group), NoKeeper())
+        served = Served("sb_1", source, *place, executor, turn, before_end, is_alone=True)  # type: ignore[arg-type]
         serving = asyncio.create_task(served.run())
         async with turn:  # nothing comes unasked
             await dumped.restore(tmp_path / "work")

@@ -5,6 +5,7 @@ import errno
 import os
 import sqlite3
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import barchan
 from barchan.backends.container import memory
 from barchan.backends.container.cgroup import kill
-from barchan.errors import BackendError, SandboxLost
+from barchan.errors import BackendError, CapacityError, SandboxLost
 from barchan.model.sandbox import SandboxSpec, StartRequest
 from barchan.node import hibernate
 from barchan.node.admission import default_limits
@@ -25,6 +26,7 @@ from barchan.rollout.artifact import take
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.task import FilesArtifact, ScriptGrader, Task
 from barchan.rollout.tools import Workspace
+from barchan.snapshot.memory_file import MemoryFile
 from tests.integration.memory_lab import Lab
 from tests.nodes import NodeProcess
 
@@ -185,20 +187,50 @@ async def test_one_that_cannot_be_let_go_is_lost_and_leaves_nothing(
     """How far it went, nobody knows: it is not begun again from what is on disk."""
     live = sandboxes.live[(await sandboxes.create(SPEC)).sandbox_id]
     await sandboxes.tiers.to(live, "hibernated")
-    wake = sandboxes.journal.wake
+    came_back = sandboxes.journal.came_back
 
     def then_killed(*arguments: Any) -> None:
-        wake(*arguments)
+        came_back(*arguments)
         kill(live.handle._counters.guest)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(sandboxes.journal, "wake", then_killed)
+    monkeypatch.setattr(sandboxes.journal, "came_back", then_killed)
     with pytest.raises(SandboxLost):
         await sandboxes.tiers.awake(live)
     assert live.ending is not None
     await live.ending
     with pytest.raises(SandboxLost, match="init_died"):
         sandboxes.get(live.sandbox_id)
-    assert not list((sandboxes.state_dir / "snapshots").glob("hib_*"))
+    while list((sandboxes.state_dir / "snapshots").glob("hib_*")):
+        await asyncio.sleep(0.01)
+
+
+async def test_a_wake_waits_for_the_pages_that_are_still_unpacked(
+    sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU has begun by then. Where they can't be unpacked that is the error, and the sandbox stays as it was."""
+    live = sandboxes.live[(await sandboxes.create(SPEC)).sandbox_id]
+    program = await live.processes.start(StartRequest(shell="x=kept; read y; [ $x$y = keptnow ]", stdin_open=True))
+    await sandboxes.tiers.to(live, "hibernated")
+    unpack_pages, has_failed = MemoryFile.unpack_pages, False
+
+    def late(self: MemoryFile, target: Path, *, leave_lazy: bool = False) -> None:
+        nonlocal has_failed
+        time.sleep(0.5)
+        if not has_failed:
+            has_failed = True
+            raise CapacityError("no room for pages", retry_after_ms=1)
+        unpack_pages(self, target, leave_lazy=leave_lazy)
+
+    monkeypatch.setattr(MemoryFile, "unpack_pages", late)
+    with pytest.raises(CapacityError, match="no room for pages"):
+        await sandboxes.tiers.awake(live)
+    assert live.phase == "hibernated"
+    async with sandboxes.tiers.busy(live):
+        process = await live.handle.guest.find(program.process_id)
+        await live.processes.write_stdin(process, 0, b"now\n", eof=True)
+        assert os.WEXITSTATUS((await process.ended).wstatus) == 0
+    assert live.rest.cpu_before_s > 0
+    assert live.stats().cpu_s >= live.rest.cpu_before_s
 
 
 async def _unended(node: NodeProcess) -> int:

@@ -35,6 +35,7 @@ RECORD = "record.json"
 PAGEMAP = re.compile(r"criu/pagemap-(?:shmem-)?[0-9]+\.img")
 THREADS = min(4, os.cpu_count() or 1)
 _JOB_CHUNKS = 8  # for one thread at a time: long enough that handing them over costs little
+_ALONE_MAX = 48  # chunks that one thread has unpacked before several have begun
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # what a guest had in memory is nobody else's
 
 FindBase = Callable[[str], Path]
@@ -235,15 +236,27 @@ class MemoryFile:
             SnapshotCorrupt: Something is not what was written; `target` is then there in part.
             CapacityError: The disk is full; the same.
         """
-        wanted = [(0, self.index.pages)]
-        if leave_lazy:
-            runs = sorted((run.first, run.pages, run.is_lazy) for found in self.page_maps().values() for run in found)
-            wanted = [(first, pages) for first, pages, is_lazy in runs if not is_lazy]
+        self.unpack_files(target)
+        self.unpack_pages(target, leave_lazy=leave_lazy)
+
+    def unpack_files(self, target: Path) -> None:
+        """The first part of `unpack`: all but the pages, whose files are holes."""
         with needs_room(target, "a memory snapshot"):
             target.mkdir(_FOLDER_MODE)
             for name in self.index.folders:
                 (target / name).mkdir(_FOLDER_MODE)
             self._unpack_files(target)
+            for name, pages in self.index.pages_files:
+                with open(target / name, "xb", opener=_private) as file:
+                    file.truncate(pages * PAGE_BYTES)
+
+    def unpack_pages(self, target: Path, *, leave_lazy: bool = False) -> None:
+        """The second part of `unpack`."""
+        wanted = [(0, self.index.pages)]
+        if leave_lazy:
+            runs = sorted((run.first, run.pages, run.is_lazy) for found in self.page_maps().values() for run in found)
+            wanted = [(first, pages) for first, pages, is_lazy in runs if not is_lazy]
+        with needs_room(target, "a memory snapshot"):
             self._unpack_pages(target, wanted)
 
     def verify(self) -> None:
@@ -304,15 +317,14 @@ class MemoryFile:
                     start, size = start + len(part), size - len(part)
 
     def _unpack_pages(self, target: Path, wanted: list[tuple[int, int]]) -> None:
-        """Make the pages files, with what they have of the ranges of pages `wanted`, which are in order."""
+        """Fill the pages files with what they have of the ranges of pages `wanted`, which are in order."""
         with ExitStack() as opened:
             pieces: dict[tuple[int, int], list[_Piece]] = defaultdict(list)
             ranges = deque(wanted)
             start = 0
             for name, pages in self.index.pages_files:
-                fd = _private(str(target / name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+                fd = os.open(target / name, os.O_WRONLY | os.O_CLOEXEC)
                 opened.callback(os.close, fd)
-                os.ftruncate(fd, pages * PAGE_BYTES)
                 while ranges and ranges[0][0] < start + pages:
                     first, left = ranges.popleft()
                     inside = min(left, start + pages - first)
@@ -325,6 +337,9 @@ class MemoryFile:
                             at += count * PAGE_BYTES
                 start += pages
             by_chunk = list(pieces.items())
+            if len(by_chunk) <= _ALONE_MAX:
+                self._write_pages(by_chunk)
+                return
             jobs = [by_chunk[at : at + _JOB_CHUNKS] for at in range(0, len(by_chunk), _JOB_CHUNKS)]
             with ThreadPoolExecutor(THREADS, "barchan-memory") as pool:
                 for _ in pool.map(self._write_pages, jobs):

@@ -74,6 +74,19 @@ def test_siblings_read_a_chunk_once(tmp_path: Path) -> None:
     other.close()
 
 
+def test_what_comes_late_is_known_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk once, in the order it will be wanted, and no more of them than can be kept."""
+    path = packed(tmp_path / "one", list(range(1, 1 + 3 * CHUNK_PAGES)), [0, *range(1, 5)])
+    source = Source(MemoryFile.open(path), Chunks())
+    assert source.chunks() == [(0, 0), (0, 1), (0, 2)]
+    assert not source.has(0, 1)
+    source.load(0, 1)
+    assert source.has(0, 1)
+    monkeypatch.setattr(pager_source, "WARMED_MAX", 2)
+    assert source.chunks() == [(0, 0), (0, 1)]
+    source.close()
+
+
 def test_what_is_small_or_shared_comes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that processes share since a fork would be filled for each of them."""
     distinct = [packed(tmp_path / "distinct", list(range(1, 101)), list(range(101, 201)))]

@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from barchan.errors import BackendError
+from barchan.errors import BackendError, BarchanError
 from barchan.snapshot.form import CHUNK_PAGES, ZEROS
 from barchan.snapshot.pager.handover import Handover
 from barchan.snapshot.pager.keeper import KILL_S, Group, Keeper
@@ -49,6 +49,7 @@ class Served:
         group: The sandbox's control group of version 2, which must be there when CRIU connects.
         turn: Held while pages are filled unasked, so that sandboxes take turns.
         before_end: Awaited before the sandbox is ended for want of pages.
+        is_alone: Nothing else is to be done here: chunks are read while CRIU still restores the rest.
 
     Raises:
         OSError: The directory can't be made.
@@ -64,6 +65,8 @@ class Served:
         executor: Executor,
         turn: asyncio.Lock,
         before_end: Callable[[str, BaseException], Awaitable[None]],
+        *,
+        is_alone: bool,
     ) -> None:
         self.sandbox_id = sandbox_id
         self._source = source
@@ -75,6 +78,8 @@ class Served:
         self._executor = executor
         self._turn = turn
         self._before_end = before_end
+        self._is_alone = is_alone
+        self._is_over = False
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._counts = Counts()
@@ -100,6 +105,7 @@ class Served:
         Raises:
             Exception: Pages can't be had, for whatever reason. All processes of the sandbox were ended.
         """
+        warming = self._loop.run_in_executor(self._executor, self._warm)
         filling = self._loop.create_task(self._fill())
         self._broken.add_done_callback(lambda _: filling.cancel())
         try:
@@ -114,7 +120,19 @@ class Served:
             await self._end(error)
             raise
         finally:
+            self._is_over = True
+            await warming
             self._close()
+
+    def _warm(self) -> None:
+        """Have what is needed first, or all there is, read and unpacked before anybody waits for it."""
+        for source, chunk in self._source.chunks() if self._is_alone else ():
+            if self._is_over:
+                return
+            try:
+                self._source.load(source, chunk)
+            except (BarchanError, OSError):
+                return  # whoever needs it fails at it again, and says so
 
     async def _fill(self) -> Placed:
         await self._handover.restored
@@ -128,19 +146,23 @@ class Served:
                 continue
             space = ready[0]  # those that CRIU restored come first
             units = space.regions.units(_AHEAD)
-            await self._loop.run_in_executor(self._executor, self._read_ahead, units)
-            for _ in units:
-                async with self._turn:
+            if not all(self._is_at_hand(unit) for unit in units):
+                await self._loop.run_in_executor(self._executor, self._read_ahead, units)
+            async with self._turn:
+                for _ in units:
                     if space not in self._spaces or space in self._blocked:
                         break
                     self._step(space, space.stream)
-                    await asyncio.sleep(0)  # whoever waits comes first
+            await asyncio.sleep(0)  # whoever waits comes first
         return Placed(
             faults=self._counts.faults,
             faulted_bytes=self._counts.faulted_bytes,
             streamed_bytes=self._counts.streamed_bytes,
             elapsed_ms=int((self._loop.time() - started_s) * 1000),
         )
+
+    def _is_at_hand(self, unit: Part) -> bool:
+        return unit.source == ZEROS or self._source.has(unit.source, unit.slot // CHUNK_PAGES)
 
     def _read_ahead(self, units: list[Part]) -> None:
         for unit in units:

@@ -117,6 +117,7 @@ class Pager:
                 self._executor,
                 self._turn,
                 self._before_end,
+                is_alone=not self._served,
             )
         except BaseException:
             source.close()

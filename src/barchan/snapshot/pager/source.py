@@ -6,16 +6,18 @@ from collections import OrderedDict
 from typing import Final
 
 from barchan.errors import SnapshotCorrupt
-from barchan.snapshot.form import OWN, ZEROS
+from barchan.snapshot.form import CHUNK_PAGES, OWN, ZEROS
 from barchan.snapshot.memory_file import MemoryFile
 from barchan.snapshot.pagemap import PAGE_BYTES
 from barchan.snapshot.pager.areas import AREAS_BYTES_MAX, decode_areas
 from barchan.snapshot.pager.regions import Part, Regions
 from barchan.snapshot.pager.space import Chunk
 
-CHUNKS_MAX: Final = 128
+CHUNKS_MAX: Final = 256
 """Of 128 KiB each, for all sandboxes together: siblings of one snapshot share them."""
 
+WARMED_MAX: Final = 224
+"""How many of them are read for one sandbox before it is restored."""
 
 LATE_BYTES_MIN: Final = 16 << 20
 DISTINCT_MIN: Final = 0.8
@@ -35,6 +37,9 @@ class Chunks:
             if found is not None:
                 self._chunks.move_to_end((digest, chunk))
             return found
+
+    def has(self, digest: str, chunk: int) -> bool:
+        return (digest, chunk) in self._chunks
 
     def clear(self) -> None:
         with self._lock:
@@ -90,6 +95,24 @@ class Source:
         except ValueError as error:
             raise SnapshotCorrupt(f"the areas of the snapshot's process {pid}: {error}; restore another one") from error
         return Regions(Part(area.start, area.end, ZEROS, 0) for area in found if area.is_watched)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Those that have pages which come late: the first `WARMED_MAX`, in the order they are filled unasked."""
+        found: dict[tuple[int, int], None] = {}
+        for runs in self._maps.values():
+            for run in runs:
+                for place in self._file.places(run.first, run.pages) if run.is_lazy else ():
+                    if place.source == ZEROS:
+                        continue
+                    for chunk in range(place.slot // CHUNK_PAGES, -(-(place.slot + place.pages) // CHUNK_PAGES)):
+                        found[place.source, chunk] = None
+                        if len(found) == WARMED_MAX:
+                            return list(found)
+        return list(found)
+
+    def has(self, source: int, chunk: int) -> bool:
+        """Whether a chunk is at hand."""
+        return self._chunks.has(self._digests[source], chunk)
 
     def load(self, source: int, chunk: int) -> Chunk:
         """A chunk, verified. Raises `SnapshotCorrupt`."""
