@@ -10,7 +10,7 @@ import pytest
 
 from barchan.backends.container.layers import Layers
 from barchan.backends.container.supervisor import Answer
-from barchan.errors import BackendError
+from barchan.errors import BackendError, RequirementMissing
 from barchan.image.store import ImageStore
 from barchan.image.template import Layer, LayerKind
 from barchan.wire.supervisor import Message
@@ -25,6 +25,7 @@ class Host:
         self.done: list[str] = []
         self.busy: set[str] = set()
         self.failing: set[str] = set()
+        self.is_on_disk = True
         self.images = {A, B, C}
         self.known: set[str] = set()
         self.served: set[str] = set()
@@ -33,6 +34,8 @@ class Host:
         digest = str(keys["digest"])
         if op == "unlayer" and digest in self.busy:
             raise BackendError("busy", errno=errno.EBUSY)
+        if not self.is_on_disk:
+            raise BackendError("Block device required", errno=errno.ENOTBLK)
         if digest in self.failing:
             raise BackendError("it fails")
         self.done.append(f"{op} {keys.get('type', '')} {digest[0]}")
@@ -125,3 +128,12 @@ async def test_a_layer_that_is_whole_now_takes_the_lazy_one_s_place(host: Host) 
             await use(layers, (B, "erofs"))
     host.failing = set()
     assert await use(layers, (B, "erofs")) == {B}
+
+
+async def test_a_file_system_whose_files_cannot_be_mounted_is_named(host: Host) -> None:
+    """A state directory in memory, mostly: what to do is said, not what the kernel calls it."""
+    layers = Layers(cast(ImageStore, host), cast(Any, host), host.ask)
+    host.is_on_disk = False
+    with pytest.raises(RequirementMissing, match=r"tmpfs.*on ext4, xfs or btrfs"):
+        async with layers.mounted([Layer(A, "erofs")]):
+            pass

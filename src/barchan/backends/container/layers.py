@@ -11,7 +11,7 @@ from typing import Protocol
 
 from barchan.backends.container.lazy import LazyReader
 from barchan.backends.container.supervisor import Answer
-from barchan.errors import BackendError, BarchanError
+from barchan.errors import BackendError, BarchanError, RequirementMissing
 from barchan.image.store import ImageStore
 from barchan.image.template import Layer
 
@@ -126,7 +126,15 @@ class Layers:
         digest = layer.digest
         path = self._host.get(digest) or self._images.layer_path(layer)
         if layer.kind != "lazy":
-            (await self._ask("layer", digest=digest, type=layer.kind, path=os.fspath(path))).close()
+            try:
+                (await self._ask("layer", digest=digest, type=layer.kind, path=os.fspath(path))).close()
+            except BackendError as error:
+                if error.details.get("errno") != errno.ENOTBLK:
+                    raise
+                raise RequirementMissing(
+                    f"no kernel mounts files of the file system that {path.parent} is on, as tmpfs and overlayfs: "
+                    "have the state directory on a disk (try: BARCHAN_STATE_DIR or --state-dir, on ext4, xfs or btrfs)"
+                ) from error
             return
         mount_fd = await self._lazy.mount(digest, path)
         try:
