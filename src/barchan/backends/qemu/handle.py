@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from barchan.backends.base import Ended
 from barchan.backends.hosted import serial
@@ -24,7 +25,7 @@ from barchan.backends.qemu.shape import GATEWAY, Shape
 from barchan.core.finished import finished
 from barchan.errors import BackendError, CapacityError, ConnectionLost, InitDied, ReadTimeout
 from barchan.image.disk import NO_ROOM
-from barchan.model.sandbox import SandboxSpec
+from barchan.model.sandbox import SandboxSpec, SandboxStats
 from barchan.model.snapshot import MemoryRecord
 from barchan.snapshot.memory_file import RECORD
 from barchan.snapshot.shelf import FREE_BYTES_MIN
@@ -91,6 +92,10 @@ class MachineHandle(HostedHandle):
     def oom_kills(self) -> int:
         """See `Handle.oom_kills`: by the guest's own kernel, under the limit that it holds its programs to."""
         return self.counting.oom_kills
+
+    def stats(self) -> SandboxStats:
+        """See `Handle.stats`: what the machine takes of the host, and the guest's own out-of-memory kills."""
+        return replace(super().stats(), oom_kills=self.oom_kills())
 
     @property
     def counting(self) -> CountingGuest:
