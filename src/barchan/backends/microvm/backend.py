@@ -3,13 +3,17 @@
 import asyncio
 import hashlib
 import math
+import platform
+import re
 from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from barchan.backends.base import Capabilities, Host
 from barchan.backends.hosted.outer import HostLayer
-from barchan.backends.microvm import disks
+from barchan.backends.microvm import clock, disks
 from barchan.backends.microvm.boot import Boot, command_line
 from barchan.backends.microvm.handle import MicrovmHandle
 from barchan.backends.microvm.kernel import Kernel
@@ -84,6 +88,7 @@ class MicrovmBackend(MachineBackend):
             spool_bytes=disks.SPOOL_BYTES,
             root_capable=spec.root == "capable",
             net=None if spec.network == "none" else (ADDRESS, GATEWAY),
+            tsc_khz=await asyncio.to_thread(clock.tsc_khz),
         )
         # A distribution's kernel finds devices by ACPI alone, ours by its command line, which takes less time.
         acpi = "on" if self._kernel.needs_modules else "off"
@@ -110,6 +115,7 @@ class MicrovmBackend(MachineBackend):
                 "kernel": self._kernel.digest,
                 "hardware": hashlib.sha256("\0".join(hardware).encode()).hexdigest()[:16],
                 "acceleration": TCG.partition(",")[0],
+                "processor": await asyncio.to_thread(_processor),
             },
             outer=self._outer(spec, memory_mib),
         )
@@ -136,6 +142,13 @@ class MicrovmBackend(MachineBackend):
             if await self.outers.drop_layer(self.links.layer(name).name):
                 self._image_layers.clear()
                 await asyncio.to_thread(self.links.remove, name)
+
+
+@cache
+def _processor() -> str:
+    """This host's, as its kernel names it: an emulated one, too, counts time as fast as that."""
+    found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def _disk(name: str, path: str, *, is_written: bool = False) -> tuple[str, ...]:
