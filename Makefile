@@ -2,14 +2,14 @@
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # Suites that own the machine for their time, since they kill nodes, press on memory or watch clocks.
-ALONE := tests/security tests/conformance $(patsubst %,tests/integration/test_%.py,cli density fork hibernate hibernate_away http late_memory \
+ALONE := tests/security tests/conformance tests/drills $(patsubst %,tests/integration/test_%.py,cli density fork hibernate hibernate_away http late_memory \
 	lazy lazy_layer lazy_reader leases memory memory_wakes network node node_restart page_out pager prepared sdk \
 	state_cli state_faults tiers warm_pool zygote)
 ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup check test bench conformance rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state inspect-check clean
+.PHONY: setup check test bench conformance drills rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state inspect-check clean
 
 setup:
 	@scripts/setup.sh
@@ -32,6 +32,10 @@ BACKENDS ?= container
 conformance: setup
 	@failed=; for backend in $(BACKENDS); do $(BIN)/barchan conformance --backend $$backend || failed="$$failed $$backend"; done; \
 		[ -z "$$failed" ] || { echo "not conforming:$$failed"; exit 1; }
+
+# Hostile guests on each backend, and what their neighbours notice; on a quiet machine, for minutes.
+drills: setup
+	BARCHAN_BACKENDS="$(BACKENDS)" $(PYTEST) -q -s tests/drills tests/drills/neighbours.py
 
 bench:
 	@scripts/setup.sh bench

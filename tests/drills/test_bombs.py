@@ -43,7 +43,6 @@ BOMBS = (
     Bomb("zombie", 300, PIDS, MANY, errors=(EAGAIN,), switch="no-pids-limit"),
     Bomb("memory", 400, {"memory_mib": 128}, {"memory_mib": 768}, switch="no-memory-limit"),
     Bomb("disk", 96, {"disk_mib": 64}, {"disk_mib": 512}, errors=(ENOSPC, EDQUOT), switch="no-quota"),
-    Bomb("entry", 60_000, {"disk_mib": 8}, {"disk_mib": 1024}, errors=(ENOSPC, EDQUOT)),
     Bomb("descriptor", 300, given={"rlimits": {"nofile": (128, 128)}}, errors=(EMFILE,)),
     Bomb(
         "pipe",

@@ -20,6 +20,7 @@ END_TIMEOUT_S = 60.0
 FILES = frozenset(
     {
         "cache",
+        "gvisor",
         "images",
         "journal.sqlite",
         "journal.sqlite-shm",
@@ -37,6 +38,7 @@ FILES = frozenset(
         "start.lock",
         "supervisor.log",
         "token",
+        "vm",
     }
 )
 

@@ -40,6 +40,16 @@ PROFILES: Final[dict[str, Profile]] = {
             "root capable": "a warm interpreter has no capabilities to give",
         }
     ),
+    "gvisor": Profile(
+        memory_mib=192,
+        patience=3.0,
+        lacks={"zygote": "an interpreter of the host's kernel can't be forked into another kernel"},
+    ),
+    "microvm": Profile(
+        memory_mib=192,
+        patience=4.0,
+        lacks={"zygote": "an interpreter of the host's kernel can't be forked into another kernel"},
+    ),
 }
 
 
