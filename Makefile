@@ -9,7 +9,7 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup check test bench conformance drills rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state inspect-check clean
+.PHONY: setup check test bench conformance drills rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
 
 setup:
 	@scripts/setup.sh
@@ -93,6 +93,15 @@ bench-state:
 	$(BIN)/python -m bench.state_density --way zygote --count 3000 --out $(out)/zygote.json
 	$(BIN)/python -m bench.state_density --way hibernated --count 10000 --out $(out)/hibernated.json
 	$(BIN)/python -m bench.state_kills --times 50 --out $(out)/kills.json
+
+# Every backend by the same measures in one run, beside bwrap, crun, runc, podman, plain runsc and a plain QEMU boot; some
+# 20 minutes on a quiet machine. What is not installed is said: barchan tools install runsc, qemu; barchan kernel build.
+BACKENDS_OUT ?= runs/backends-$(shell date +%Y%m%d-%H%M%S)
+bench-backends: out := $(BACKENDS_OUT)
+bench-backends:
+	@scripts/setup.sh bench backends plots
+	mkdir -p $(out)
+	$(BIN)/python -m bench.backends --count $(or $(COUNT),20) --out $(out)/backends.json --picture $(out)/backends.png
 
 # inspect_ai's own self-check and a small evaluation, in sandboxes of each backend; BACKENDS="container gvisor" for some.
 inspect-check: setup

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Brings a clone to the point where it runs: system packages, .venv, guest programs, base image.
-# Usage: scripts/setup.sh [bench] [llm] [plots] [test]
+# Usage: scripts/setup.sh [bench] [backends] [llm] [plots] [test]
 # Does only what is missing and says what it does; when all is there it says nothing and takes a second.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -82,6 +82,13 @@ install_qemu() {
 		say "QEMU could not be installed, so there are no microVMs and VMs: .venv/bin/barchan tools install qemu says why"
 }
 
+install_runsc() {
+	[ "$(id -u)" = 0 ] || return 0
+	[ -e /var/lib/barchan/tools/runsc/root ] || say "installing runsc (about 15 s)"
+	.venv/bin/barchan tools install runsc </dev/null >/dev/null 2>&1 ||
+		say "runsc could not be installed, so there are no gVisor sandboxes: .venv/bin/barchan tools install runsc says why"
+}
+
 # Servers that the tests run, of what stores images elsewhere.
 install_stores() {
 	.venv/bin/python -c 'import flask, flask_cors, moto' 2>/dev/null && return
@@ -103,6 +110,7 @@ peers=()
 for want in "$@"; do
 	case $want in
 	bench) peers+=(bwrap:bubblewrap crun:crun runc:runc) ;;
+	backends) peers+=(podman:podman) ;;
 	test) # what the tests compare with; nothing of it is needed to run
 		peers+=(fsck.erofs:erofs-utils skopeo:skopeo umoci:umoci crun:crun buildah:buildah docker-registry:docker-registry htpasswd:apache2-utils nginx:nginx-light fsck.fat:dosfstools mtype:mtools) ;;
 	llm | plots) ;;
@@ -123,3 +131,4 @@ case " $* " in *" plots "*) install_plots ;; esac
 make_image
 install_criu
 install_qemu
+install_runsc
