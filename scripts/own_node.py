@@ -97,13 +97,18 @@ def own_node(images: Path | None = None, *options: str) -> Iterator[OwnNode]:
         sys.exit(f"no images in {images} (try: sudo barchan image build debian)")
     with TemporaryDirectory(prefix="barchan-own-", dir="/var/tmp") as name:
         state_dir = Path(name)
-        shutil.copytree(images, state_dir / "images", symlinks=True)
+        shutil.copytree(images, state_dir / "images", symlinks=True, ignore=_unfinished)
         node = OwnNode(state_dir, options)
         try:
             yield node
         finally:
             if node.process.poll() is None:
                 node.shut_down()
+
+
+def _unfinished(folder: str, names: Sequence[str]) -> set[str]:
+    """What somebody is building in an image store right now."""
+    return {"tmp"} & set(names) if Path(folder).name == "images" else set()
 
 
 def drop_page_cache() -> None:
