@@ -82,6 +82,19 @@ def _qemu() -> str:
     return "" if install.find(tools.SHARED_STATE_DIR) else "no QEMU of version 10 (barchan tools install qemu)"
 
 
+def _runsc() -> str:
+    from barchan.backends import tools
+    from barchan.backends.gvisor import install
+
+    return "" if install.find(tools.SHARED_STATE_DIR) else "no runsc (barchan tools install runsc)"
+
+
+def _guest_kernel() -> str:
+    from barchan.backends.microvm import kernel
+
+    return "" if kernel.best(kernel.SHARED_STATE_DIR) else "no kernel for microVMs (barchan kernel install)"
+
+
 def _static_libc() -> str:
     if missing := _tool("gcc", "gcc")() or _tool("make", "make")():
         return missing
@@ -117,7 +130,9 @@ PROBES: dict[str, Callable[[], str]] = {
     "fsck.fat": _tool("fsck.fat", "dosfstools"),
     "mtools": _tool("mtype", "mtools"),
     "criu": _criu,
+    "guest-kernel": _guest_kernel,
     "qemu": _qemu,
+    "runsc": _runsc,
     "moto": _moto,
 }
 

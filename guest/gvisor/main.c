@@ -12,6 +12,7 @@
  * the sentry's control server. `p` stops every program of the guest, its init, too, and `r` lets them go on; repeating either is harmless, and
  * the answer is a byte, 0 when it is done. When one of the two programs ends, so does the other, and this: as the sentry did, or with 70. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -52,6 +53,8 @@ struct program {
 };
 
 #define TMP "/tmp" /* where the sentry would otherwise mount a file system in memory, if it is empty */
+
+#define FIRST_VICTIM "1000"
 
 static const char confs[] = "--gofer-mount-confs=lisafs:none,lisafs:none,lisafs:none";
 static int door_fd, guest_fd;
@@ -329,6 +332,35 @@ static int serve(pid_t sentry, pid_t gofer, int signal_fd)
 	}
 }
 
+/* What the host knows of the guest's programs are processes that descend from those that the sentry has begun with. If the host has to
+ * kill for want of memory, it shall take the largest of these, not the sentry, at whose end they all end. */
+static void spare_sentry(pid_t sentry)
+{
+	DIR *all = opendir("/proc");
+	struct dirent *entry;
+
+	while (all != NULL && (entry = readdir(all)) != NULL) {
+		char path[300], text[512], *name_end;
+		int pid = atoi(entry->d_name), parent = 0;
+		ssize_t n = -1;
+
+		snprintf(path, sizeof path, "/proc/%d/stat", pid);
+		CLEANUP_FD int stat_fd = pid > 0 ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+		if (stat_fd >= 0)
+			n = read(stat_fd, text, sizeof text - 1);
+		text[n > 0 ? n : 0] = 0;
+		name_end = strrchr(text, ')');
+		if (name_end == NULL || sscanf(name_end + 1, " %*c %d", &parent) != 1 || parent != sentry)
+			continue;
+		snprintf(path, sizeof path, "/proc/%d/oom_score_adj", pid);
+		CLEANUP_FD int adj_fd = open(path, O_WRONLY | O_CLOEXEC);
+		if (adj_fd < 0 || write(adj_fd, FIRST_VICTIM, strlen(FIRST_VICTIM)) < 0)
+			dprintf(2, "barchan-gvisor: %s: %s\n", path, strerror(errno));
+	}
+	if (all != NULL)
+		closedir(all);
+}
+
 static void wait_for(int ready)
 {
 	char byte;
@@ -373,6 +405,7 @@ int main(int argc, char **argv)
 	for (int i = 0; i < MOUNTS; i++)
 		close(io[i][0]), close(io[i][1]);
 	wait_for(ready[0]);
+	spare_sentry(sentry);
 	door_fd = listen_at(argv[1], "door", &(struct sockaddr_un){.sun_family = AF_UNIX});
 	must((int)write(1, "ready\n", 6), "ready");
 	return serve(sentry, gofer, signal_fd);

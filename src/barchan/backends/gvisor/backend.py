@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -87,6 +88,9 @@ class GvisorBackend(HostedBackend):
         self._runsc = found
         self._layer = await asyncio.to_thread(programs.layer, self.host.state_dir, found)
         self._platform = await platform.choose(self.host.state_dir, self._layer.name, self._try)
+        for other in await asyncio.to_thread(programs.others, self.host.state_dir, self._layer):
+            if await self.outers.drop_layer(other.name):
+                await asyncio.to_thread(shutil.rmtree, other.path, ignore_errors=True)
 
     async def close(self) -> None:
         """See `Backend.close`."""
@@ -146,9 +150,11 @@ class GvisorBackend(HostedBackend):
     async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> Handle:
         """See `Backend.adopt`."""
         outer = await self.outers.adopt(sandbox_id, outer_spec(spec), [self._layer], template=template)
-        runner = await outer.guest.find(PROCESS_ID)
+        runner, said = await outer.guest.find(PROCESS_ID), Starter()
+        if runner.exit is None:
+            await runner.add_reader(said)
         await control.go_on(outer)
-        return await self._handle(sandbox_id, spec, template, Up(outer, runner, Starter()))
+        return await self._handle(sandbox_id, spec, template, Up(outer, runner, said))
 
     async def _try(self, name: str) -> None:
         """Run a guest of nothing by that platform."""
@@ -206,7 +212,7 @@ class GvisorBackend(HostedBackend):
         self, sandbox_id: str, spec: SandboxSpec, template: Template, up: Up, stored: bytes | None = None
     ) -> GvisorHandle:
         return GvisorHandle(
-            *(sandbox_id, up.outer, await self._greeted(sandbox_id, spec, up, stored), up.runner),
+            *(sandbox_id, up.outer, await self._greeted(sandbox_id, spec, up, stored), up.runner, up.said),
             secret=secret(self.host.state_dir, sandbox_id),
             engine=self._engine,
             spec=spec,

@@ -18,6 +18,7 @@ from barchan.backends.gvisor import control
 from barchan.backends.gvisor.control import Sentry
 from barchan.backends.gvisor.guest import GvisorConnection, end_of
 from barchan.backends.gvisor.spec import has_own_network
+from barchan.backends.gvisor.starter import Starter
 from barchan.backends.hosted.handle import HostedHandle
 from barchan.backends.hosted.serial import greet
 from barchan.core.finished import finished
@@ -42,6 +43,7 @@ class GvisorHandle(HostedHandle):
     """See `HostedHandle`.
 
     Args:
+        said: What the starter has to say.
         secret: By which its init knows the node.
         engine: What must be equal where its memory is restored.
     """
@@ -52,12 +54,14 @@ class GvisorHandle(HostedHandle):
         outer: ContainerHandle,
         guest: GvisorConnection,
         runner: GuestProcess,
+        said: Starter,
         *,
         secret: bytes,
         engine: dict[str, str],
         spec: SandboxSpec,
         template: Template,
     ) -> None:
+        self._said = said
         super().__init__(sandbox_id, outer, guest, runner)
         self.spec = spec
         self.template = template
@@ -70,7 +74,7 @@ class GvisorHandle(HostedHandle):
 
     def tell_end(self, end: Ended) -> None:
         """See `HostedHandle.tell_end`."""
-        super().tell_end(Ended(wstatus=end_of(end.wstatus), oom_kills=end.oom_kills))
+        super().tell_end(Ended(wstatus=end_of(end.wstatus), oom_kills=end.oom_kills, why=self._said.words()))
 
     async def freeze(self) -> None:
         """See `Handle.freeze`. The guest's own kernel stops its programs first: so they stay stopped while that kernel

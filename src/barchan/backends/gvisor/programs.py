@@ -4,7 +4,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from barchan.backends.gvisor.install import Runsc
@@ -31,11 +30,10 @@ def layer(state_dir: Path, runsc: Runsc) -> HostLayer:
     return HostLayer(name, path)
 
 
-def others(state_dir: Path, current: HostLayer) -> Iterator[HostLayer]:
+def others(state_dir: Path, current: HostLayer) -> list[HostLayer]:
     """Layers of other releases or of another runsc."""
-    for path in (state_dir / FOLDER).glob("gvisor-*"):
-        if path != current.path and path.is_dir():
-            yield HostLayer(path.name, path)
+    found = (state_dir / FOLDER).glob("gvisor-*")
+    return [HostLayer(path.name, path) for path in found if path != current.path]
 
 
 def _make(path: Path, runsc: Runsc) -> None:
