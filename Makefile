@@ -84,7 +84,7 @@ bench-state: out := $(STATE_OUT)
 bench-state:
 	@scripts/setup.sh bench test plots
 	mkdir -p $(out)
-	$(BIN)/python -m bench.state_fork --out $(out)/fork.json
+	$(BIN)/python -m bench.state_fork --by-hand --out $(out)/fork.json
 	$(BIN)/python -m bench.state_claim --out $(out)/claim.json
 	$(BIN)/python -m bench.state_resume --out $(out)/resume.json
 	$(BIN)/python -m bench.state_cpu --out $(out)/cpu.json

@@ -219,7 +219,7 @@ async def measure(arguments: argparse.Namespace) -> list[Way]:
             found.append(await by_zygote(own, client, arguments))
             say("from nothing")
             found.append(await from_nothing(own, client, arguments))
-    if arguments.criu:
+    if arguments.by_hand:
         say("criu by hand")
         found.append(criu_by_hand(arguments))
     return found
@@ -253,7 +253,7 @@ def main() -> int:
     parser.add_argument("--heap-mib", type=int, default=200)
     parser.add_argument("--files-mib", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3, help="forks of each kind")
-    parser.add_argument("--criu", default="", help="a command, to measure CRIU by hand too")
+    parser.add_argument("--by-hand", action="store_true", help="measure CRIU by hand, too")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
     arguments = parser.parse_args()
     found = asyncio.run(measure(arguments))
