@@ -9,7 +9,7 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup check test bench conformance drills rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
+.PHONY: setup check test test-vm bench conformance drills rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
 
 setup:
 	@scripts/setup.sh
@@ -22,10 +22,15 @@ check: setup
 
 test: check
 	@scripts/setup.sh test
-	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy $(ALONE))
+	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy tests/integration/test_vm.py $(ALONE))
 	$(MAKE) --no-print-directory -C guest OUT=$(ASAN) asan
 	BARCHAN_INIT=$(ASAN)/asan/barchan-init $(PYTEST) -q -n 2 --dist loadfile tests/guest
 	$(PYTEST) -q $(ALONE)
+
+# Whole machines; with their first boot and a disk that is built, for minutes.
+test-vm: setup
+	@scripts/setup.sh test
+	$(PYTEST) -q tests/integration/test_vm.py
 
 # The whole suite on each backend that this host can run, those that take minutes among them.
 BACKENDS ?= container

@@ -195,7 +195,8 @@ async def test_copies_are_told_apart(client: AsyncClient, machine: AsyncSandbox)
 
 async def test_memory_goes_on_in_forks_and_after_disk(machine: AsyncSandbox) -> None:
     """A fork with memory and a hibernation keep programs, files and what is on the screen."""
-    process = await machine.start("echo $$ > /tmp/pid; i=0; while sleep 0.2; do i=$((i+1)); echo $i > /tmp/count; done")
+    step = "i=$((i+1)); echo $i > /tmp/next; mv /tmp/next /tmp/count"
+    process = await machine.start(f"i=0; while sleep 0.2; do {step}; done")
     await machine.files.write("/home/agent/kept", b"before")
 
     async def counts() -> bool:

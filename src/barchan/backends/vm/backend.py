@@ -17,7 +17,7 @@ from barchan.backends.qemu.backend import MachineBackend
 from barchan.backends.qemu.handle import MachineHandle, greeted
 from barchan.backends.qemu.install import Qemu
 from barchan.backends.qemu.machine import MEMORY, Machine
-from barchan.backends.qemu.shape import PROCESSES_MAX, Shape, common
+from barchan.backends.qemu.shape import GATEWAY, NETWORK, PROCESSES_MAX, Shape, common
 from barchan.backends.vm import qga
 from barchan.backends.vm.handle import VmHandle
 from barchan.backends.vm.probe import requirements
@@ -51,14 +51,15 @@ class VmBackend(MachineBackend):
     handle = VmHandle
     capabilities = Capabilities(
         isolation="machine",
-        kinds=frozenset({"disk"}),
         own_kernel=True,
         fork=True,
         memory_snapshot=True,
         warm=True,
         page_out=True,
         screen=True,
-        networks=frozenset({"none", "open"}),
+        kinds=frozenset({"disk"}),
+        memory_mib_min=MEMORY_MIB_MIN,
+        networks=frozenset({"none", "open", "allow"}),
         roots=frozenset({"plain", "capable"}),
     )
 
@@ -86,8 +87,6 @@ class VmBackend(MachineBackend):
                 "from (try: barchan image disk debian, or another backend)",
                 template=template.name,
             )
-        if spec.memory_mib < MEMORY_MIB_MIN:
-            raise InvalidSpec(f"memory_mib={spec.memory_mib} is too little for a machine: at least {MEMORY_MIB_MIN}")
         own = below.above(spec.disk_mib)
         disk = f"/{Disk.file_at(own.depth)}"
         fresh = await asyncio.to_thread(self._fresh_disk, below, own)
@@ -183,7 +182,10 @@ class VmBackend(MachineBackend):
         await handle.sync()
 
 
-_NETWORK = ("-netdev", "user,id=net,ipv6=off", "-device", "virtio-net-pci,netdev=net,romfile=")
+_NETWORK = (
+    *("-netdev", f"user,id=net,ipv6=off,net={NETWORK},host={GATEWAY}"),
+    *("-device", "virtio-net-pci,netdev=net,romfile="),
+)
 
 
 def _boot(disk: Disk) -> tuple[str, ...]:

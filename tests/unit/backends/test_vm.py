@@ -1,0 +1,151 @@
+"""Machines, without one: what they are seeded with, how another agent is asked for help, what a picture says."""
+
+import asyncio
+import base64
+import socket
+import struct
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from barchan.backends.vm.qga import SENTINEL, GuestAgent
+from barchan.backends.vm.screen import AXIS_MAX, PNG_MAGIC, _axis, size_of
+from barchan.backends.vm.seed import FILE, seed_bytes, seed_layer
+from barchan.errors import BackendError, ConnectionLost, ReadTimeout, RemoteProtocolError
+from barchan.image import agent
+from barchan.model.screen import ScreenSize
+
+Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.mark.requires("mtools")
+def test_a_seed_starts_the_agent(tmp_path: Path) -> None:
+    """Its instructions are YAML for cloud-init, its script is a shell's, and the agent in it is whole."""
+    program = bytes(range(256)) * 2000
+    image = tmp_path / "seed"
+    image.write_bytes(seed_bytes(program))
+
+    def read(name: str) -> bytes:
+        return subprocess.run(["mtype", "-i", image, f"::{name}"], capture_output=True, check=True).stdout
+
+    assert read("agent") == program
+    assert read("meta-data").startswith(b"instance-id: ")
+    assert read("user-data").startswith(b"#cloud-config\nbootcmd:\n")
+    assert agent.COMMAND.encode() in read("start")
+    assert subprocess.run(["sh", "-n"], input=read("start"), check=False).returncode == 0
+
+
+def test_a_seed_is_one_layer_for_all(tmp_path: Path) -> None:
+    """Asked for again, the same layer is found; nothing half made stays beside it."""
+    first, again = seed_layer(tmp_path), seed_layer(tmp_path)
+    assert first == again
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    assert (first.path / FILE).read_bytes() == seed_bytes(agent.PROGRAM.read_bytes())
+
+
+@asynccontextmanager
+async def talk(peer: Peer) -> AsyncIterator[GuestAgent]:
+    """A conversation with a scripted guest agent."""
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_unix_connection(sock=theirs, limit=1 << 20)
+    line = await GuestAgent.open(ours)
+    running = asyncio.create_task(_run(peer, reader, writer))
+    try:
+        yield line
+    finally:
+        line.close()
+        await asyncio.wait({running})
+        await asyncio.sleep(0)  # for both transports to close their sockets
+
+
+async def _run(peer: Peer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        await peer(reader, writer)
+    except ConnectionError:
+        pass  # the other side has had enough
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_the_agent_is_put_into_the_guest_and_started() -> None:
+    """After words that were for somebody else, the file goes over in pieces, whole, and a shell starts it."""
+    program = bytes(range(256)) * 700
+    written = bytearray()
+    started: list[str] = []
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = msgspec.json.decode((await reader.readline()).lstrip(SENTINEL))
+        writer.write(b'{"return": 1}\n{"return": {}}\n' + SENTINEL)
+        writer.write(msgspec.json.encode({"return": asked["arguments"]["id"]}) + b"\n")
+        while not started:
+            asked = msgspec.json.decode(await reader.readline())
+            arguments = asked["arguments"]
+            if asked["execute"] == "guest-file-write":
+                written.extend(base64.b64decode(arguments["buf-b64"]))
+            elif asked["execute"] == "guest-exec":
+                started.extend(arguments["arg"])
+            writer.write(b'{"return": 1000}\n' if asked["execute"] == "guest-file-open" else b'{"return": {}}\n')
+
+    async with talk(peer) as line:
+        await line.greet(5)
+        await line.start_agent(program)
+    assert bytes(written) == program
+    assert agent.COMMAND in started[1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (b'{"error": {"class": "GenericError", "desc": "no"}}\n', BackendError),
+        (b"not json\n", RemoteProtocolError),
+        (b"[1]\n", RemoteProtocolError),
+        (b"x" * (2 << 20) + b"\n", RemoteProtocolError),
+        (b"", ConnectionLost),
+    ],
+)
+async def test_what_a_guest_answers_is_not_believed(answer: bytes, expected: type[Exception]) -> None:
+    """A refusal, nonsense, a line without end and a hang-up each have their error."""
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(answer)
+        await writer.drain()
+
+    async with talk(peer) as line:
+        with pytest.raises(expected):
+            await line.execute("guest-ping")
+
+
+async def test_a_guest_without_that_agent_says_nothing() -> None:
+    """Nobody answers: that is told after the time that was given."""
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with talk(peer) as line:
+        with pytest.raises(ReadTimeout):
+            await line.greet(0.05)
+
+
+def test_the_size_is_the_pictures_own() -> None:
+    """It is read from a PNG's header; what is no PNG is none of a screen's."""
+    assert size_of(PNG_MAGIC + struct.pack(">I4sII", 13, b"IHDR", 1280, 800)) == ScreenSize(width=1280, height=800)
+    for wrong in (b"", b"P6\n1280 800\n", PNG_MAGIC, PNG_MAGIC + bytes(20)):
+        with pytest.raises(BackendError):
+            size_of(wrong)
+
+
+@pytest.mark.parametrize("pixels", [640, 720, 1280, 1920, 4096])
+def test_every_pixel_is_met(pixels: int) -> None:
+    """A guest that scales the tablet's place to its screen comes to the pixel that was meant, rounding or not."""
+    for pixel in range(pixels):
+        value = _axis("x", pixel, pixels)["data"]
+        assert isinstance(value, dict)
+        assert value["value"] * pixels // (AXIS_MAX + 1) == pixel
+        assert 0 <= value["value"] <= AXIS_MAX
