@@ -1,6 +1,5 @@
 """Connections over a line that never ends, and what only the init of a machine or a service does."""
 
-import os
 import resource
 import signal
 import socket
@@ -12,53 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.init.driver import DETACH, MAIN, Connection, GuestReplyError, start_body
+from tests.guest.init.driver import DETACH, MAIN, GuestReplyError, start_body
 from tests.guest.init.guest import INIT
+from tests.guest.init.line import CONFIGURE, COUNTERS, MAGIC, SECRET, Line
 
 pytestmark = [pytest.mark.requires("root", "static-libc"), pytest.mark.timeout(60)]
-
-MAGIC = b"\xff\xff\xff\xff\xfebarchan-ln"
-COUNTERS, CONFIGURE = 16, 17
-SECRET = bytes(range(32))
-
-
-class Line(Connection):
-    """The host's end of a pair of sockets, over which connections begin with a greeting."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket, self.ack = end, True
-        self.forget()
-
-    def forget(self) -> None:
-        """As a host does that begins anew."""
-        self.tag, self.frames = 0, 0
-        self.outputs, self.replies, self._buffer = {}, {}, bytearray()
-
-    def call(self, secret: bytes = b"") -> bytes:
-        """Say the first word, and return the init's number out of all that comes."""
-        number = os.urandom(16)
-        self.socket.sendall(secret + MAGIC + b"C" + number)
-        mark, seen = MAGIC + b"A" + number, b""
-        self.socket.settimeout(20)
-        while len(seen.partition(mark)[2]) < 16:
-            data = self.socket.recv(1 << 16)
-            assert data
-            seen += data
-        own = seen.partition(mark)[2]
-        assert len(own) == 16, "nothing follows an answer"
-        return own
-
-    def greet(self, secret: bytes = SECRET) -> None:
-        own = self.call(secret)
-        self.forget()
-        self.socket.sendall(MAGIC + b"K" + own + secret)
-
-    def is_silent(self) -> bool:
-        self.socket.settimeout(0.3)
-        try:
-            return not self.socket.recv(1 << 16)
-        except TimeoutError:
-            return True
 
 
 @pytest.fixture
