@@ -2,7 +2,7 @@
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # Suites that own the machine for their time, since they kill nodes, press on memory or watch clocks.
-ALONE := tests/security tests/conformance tests/drills $(patsubst %,tests/integration/test_%.py,cli density fork hibernate hibernate_away http late_memory \
+ALONE := tests/security tests/conformance tests/drills $(patsubst %,tests/integration/test_%.py,calls cli density fork hibernate hibernate_away http late_memory \
 	lazy lazy_layer lazy_reader leases memory memory_wakes network node node_restart page_out pager prepared sdk \
 	state_cli state_faults tiers warm_pool zygote)
 ASAN := $(CURDIR)/build/guest
@@ -24,7 +24,7 @@ test: check
 	@scripts/setup.sh test
 	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy tests/integration/test_vm.py $(ALONE))
 	$(MAKE) --no-print-directory -C guest OUT=$(ASAN) asan
-	BARCHAN_INIT=$(ASAN)/asan/barchan-init $(PYTEST) -q -n 2 --dist loadfile tests/guest
+	BARCHAN_INIT=$(ASAN)/asan/barchan-init $(PYTEST) -q -n 2 --dist loadfile tests/guest --ignore=tests/guest/boot
 	$(PYTEST) -q $(ALONE)
 
 # Whole machines; with their first boot and a disk that is built, for minutes.
@@ -41,6 +41,11 @@ conformance: setup
 # Hostile guests on each backend, and what their neighbours notice; on a quiet machine, for minutes.
 drills: setup
 	BARCHAN_BACKENDS="$(BACKENDS)" $(PYTEST) -q -s tests/drills tests/drills/neighbours.py
+
+# Builds our own kernel for microVMs (minutes, and some build tools) and boots it; `make test` takes the distribution's.
+test-kernel: setup
+	$(BIN)/barchan kernel build
+	$(PYTEST) -q tests/guest/boot
 
 bench:
 	@scripts/setup.sh bench
