@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from barchan.errors import SandboxLost
 from barchan.model.sandbox import ExecResult
 from barchan.sdk.options import CreateOptions, ExecOptions
 from barchan.sdk.sandbox import Sandbox
@@ -39,8 +40,8 @@ class Bomb:
 PIDS: CreateOptions = {"pids_max": 64}
 MANY: CreateOptions = {"pids_max": 1024, "memory_mib": 512}
 BOMBS = (
-    Bomb("fork", 300, PIDS, MANY, errors=(EAGAIN,), switch="no-pids-limit"),
-    Bomb("zombie", 300, PIDS, MANY, errors=(EAGAIN,), switch="no-pids-limit"),
+    Bomb("fork", 150, PIDS, MANY, errors=(EAGAIN,), switch="no-pids-limit"),
+    Bomb("zombie", 150, PIDS, MANY, errors=(EAGAIN,), switch="no-pids-limit"),
     Bomb("memory", 400, {"memory_mib": 128}, {"memory_mib": 768}, switch="no-memory-limit"),
     Bomb("disk", 96, {"disk_mib": 64}, {"disk_mib": 512}, errors=(ENOSPC, EDQUOT), switch="no-quota"),
     Bomb("descriptor", 300, given={"rlimits": {"nofile": (128, 128)}}, errors=(EMFILE,)),
@@ -117,11 +118,18 @@ def test_without_the_protection_a_container_does_not_stop_it(lab: Lab, what: str
 
 @pytest.mark.parametrize("what", ["inotify", "stream"])
 def test_what_is_counted_for_all_ends_and_is_given_back(lab: Lab, backend: str, what: str) -> None:
-    """Watches and socket buffers, until the kernel says no or the memory is gone: both are the guest's own affair."""
+    """Watches and socket buffers, until the kernel says no or the memory is gone: that is the guest's own affair. A
+    guest whose kernel needs that memory may be lost by it.
+    """
     with lab.create(backend=backend) as neighbour, lab.create(backend=backend, memory_mib=128) as sandbox:
         words = command("bombs", what, "100000", "0")
-        result = install(sandbox).exec(words, cwd="/opt", user="root", timeout_s=BOMB_S)
-        assert result.oom_killed or (result.ok and int(result.text.split()[1]) != 0), result
+        is_lost = False
+        try:
+            result = install(sandbox).exec(words, cwd="/opt", user="root", timeout_s=BOMB_S)
+            assert result.oom_killed or (result.ok and int(result.text.split()[1]) != 0), result
+        except SandboxLost:
+            is_lost = backend != "container"
+            assert is_lost
         taken = install(neighbour).exec(command("bombs", what, "50", "0"), cwd="/opt", user="root", timeout_s=BOMB_S)
         assert taken.text == "50 0\n", taken
-        assert sandbox.exec(["true"]).ok
+        assert is_lost or sandbox.exec(["true"]).ok
