@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         TaskError,
         TransportError,
     )
+    from barchan.model.calls import CallResult, CallsInfo
     from barchan.model.gc import GcReport
     from barchan.model.image import Rebased
     from barchan.model.node import Budget, ImageInfo, LayerInfo, NodeInfo
@@ -111,6 +112,7 @@ _HOMES = {
     "barchan.sdk.terminal": ("Terminal",),
     "barchan.sdk.template": ("TemplateBuilder", "AsyncTemplateBuilder"),
     "barchan.sdk.aio.terminal": ("AsyncTerminal",),
+    "barchan.model.calls": ("CallResult", "CallsInfo"),
     "barchan.model.sandbox": (
         "SandboxSpec",
         "SandboxInfo",
@@ -180,6 +182,8 @@ __all__ = [
     "SandboxInfo",
     "SandboxStats",
     "ExecResult",
+    "CallResult",
+    "CallsInfo",
     "ShellResult",
     "Usage",
     "ProcessInfo",

@@ -17,7 +17,7 @@ from barchan.wire.api import error_body
 
 OK, FAILED, USAGE, PLATFORM, NOT_THE_GUEST, INTERRUPTED = 0, 1, 2, 3, 125, 130
 # The exit code of these commands is that of the program in the sandbox; every failure of ours is NOT_THE_GUEST.
-GUEST_COMMANDS = ("run", "exec")
+GUEST_COMMANDS = ("run", "exec", "call")
 GLOBAL_GROUP = Group("Global options", sort_key=100)
 
 Json = Annotated[bool, Parameter(help="Print one JSON value on the last line of stdout.")]

@@ -29,9 +29,9 @@ HELP = """Sandboxes for agentic reinforcement learning.
     barchan rollout humaneval --limit 10    the main job
 """
 EPILOGUE = """Exit codes: 0 done, 1 what was asked for failed, 2 wrong usage,
-3 the platform failed, 130 interrupted. "run" and "exec" return the exit code
-of the program in the sandbox (128+n after signal n, 124 out of time); their
-125 means that barchan itself failed, for whatever reason."""
+3 the platform failed, 130 interrupted. "run", "exec" and "call" return the
+exit code of the program in the sandbox (128+n after signal n, 124 out of
+time); their 125 means that barchan itself failed, for whatever reason."""
 
 # Imported only when used: every command starts as fast as if it were the only one.
 COMMANDS = {
@@ -39,6 +39,7 @@ COMMANDS = {
     "image": ("barchan.cli.image:app", "Build, move, look at, check and remove images."),
     "run": ("barchan.cli.run:run", "Run a command in a fresh sandbox."),
     "exec": ("barchan.cli.exec:exec_", "Run a command in a sandbox that is there."),
+    "call": ("barchan.cli.call:call", "Run Python source in a warm interpreter."),
     "ps": ("barchan.cli.ps:ps", "List sandboxes."),
     "cp": ("barchan.cli.cp:cp", "Copy files into or out of a sandbox."),
     "kill": ("barchan.cli.kill:kill", "End sandboxes."),

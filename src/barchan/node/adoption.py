@@ -32,6 +32,7 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
     images = await hibernate.clean(sandboxes, rows)
     # Containers at once, so that what the host lacks is said by the node's start, not by a create.
     wanted = {row.spec.backend for row in rows.values()} | await _held_by_containers(sandboxes)
+    adopted: list[Backend] = []
     for name in [FIRST, *sorted(wanted - {FIRST})]:
         ours = [row for row in rows.values() if row.spec.backend == name]
         try:
@@ -48,6 +49,8 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
             *(_find_stored(sandboxes, row) for row in ours if row.stored is not None),
             *(_discard(backend, sandbox_id) for sandbox_id in found - up),
         )
+        adopted.append(backend)
+    for backend in adopted:  # a container's zygote may be needed by another backend's sandbox
         backend.adopted()
     for sandbox_id, names in images.items():
         if sandbox_id in sandboxes.live:

@@ -25,7 +25,7 @@ RETRY_AFTER_MS = 200
 IDLE_S = 60.0
 SWEEP_S = 5.0
 CLOSE_LOOK_S = 0.02
-TURN_S = 0.1  # for which a kind without workers waits before one of another kind's gives way
+TURN_S = 0.1  # that a worker has for its kind while others wait, and they wait before
 RESOLVED_S = 1.0  # for which the image of a name is taken to be the same
 NAMES_MAX = 1000
 
@@ -212,26 +212,31 @@ class Calls:
         if not kind.size:
             for waiting in kind.queue.clear():
                 waiting.call.done(error)
+        self._share(0.0)
 
     def _ready(self, kind: _Kind, worker: Worker) -> None:
         """It takes the next call of its kind, or gives way to a kind that has waited long enough."""
         now = asyncio.get_running_loop().time()
-        starved = [other for other in self._kinds.values() if other.is_starved and now - other.oldest > TURN_S]
-        if kind.queue and not starved:
+        if kind.queue and not (worker.calls_total and now - worker.made_at >= TURN_S):
             return worker.run(kind.queue.pop().call)
         kind.idle[worker] = now
-        for other in starved or [other for other in self._kinds.values() if other.is_starved]:
-            self._grow(other)
+        self._share(TURN_S if kind.queue else 0.0)
         while kind.queue and kind.idle:
             kind.idle.popitem()[0].run(kind.queue.pop().call)
+
+    def _share(self, turn_s: float) -> None:
+        """Have workers made of kinds that have none and have waited so long."""
+        now = asyncio.get_running_loop().time()
+        for kind in [kind for kind in self._kinds.values() if kind.is_starved and now - kind.oldest >= turn_s]:
+            self._grow(kind)
 
     def _broken(self, kind: _Kind, worker: Worker, error: BarchanError) -> None:
         self._broken_total += 1
         self._retire(kind, worker)
         if not worker.was_ready:
             self._fail(kind, error)
-        if kind.queue:
-            self._grow(kind)
+        self._grow(kind)
+        self._share(0.0)
 
     def _retire(self, kind: _Kind, worker: Worker) -> None:
         worker_id = kind.workers.pop(worker, None)
@@ -255,6 +260,7 @@ class Calls:
         """Let workers go that nobody needs."""
         while True:
             await asyncio.sleep(SWEEP_S)
+            self._share(0.0)
             now = asyncio.get_running_loop().time()
             for key, kind in list(self._kinds.items()):
                 for worker in [worker for worker, since in kind.idle.items() if now - since > IDLE_S]:

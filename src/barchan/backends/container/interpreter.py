@@ -132,25 +132,26 @@ def refuse_setns() -> None:
     checked(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program)), "seccomp")
 
 
-def give_up_rights(identity: Identity, refuse: Callable[[], None]) -> None:
-    """Become the guest's user, with what every program of the sandbox has: no capability, now or later.
-
-    Args:
-        refuse: Forbids itself the calls that a zygote's forks may make and other programs may not.
-    """
-    uid, gid, groups = identity
+def limit_rights() -> None:
+    """From here on no user, no file and no program gives a capability to this process or its children."""
     checked(prctl(PR_SET_SECUREBITS, SECURE_BITS), "securebits")
     capability = 0
     while libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1
     if prctl(PR_CAPBSET_READ, capability) >= 0:
         raise PermissionError("the bounding set stays")
+
+
+def give_up_rights(identity: Identity) -> None:
+    """Become the guest's user, with what every program of the sandbox has: no capability, now or later."""
+    uid, gid, groups = identity
+    limit_rights()
     os.setgroups(groups)
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
     header = ctypes.create_string_buffer(struct.pack("<Ii", CAPABILITY_VERSION_3, 0))
     checked(libc.capset(header, ctypes.create_string_buffer(bytes(24))), "capset")
-    refuse()
+    refuse_setns()
     # Its files in /proc are its own user's, as those of a program that was executed.
     checked(prctl(PR_SET_DUMPABLE, 1), "dumpable")
 
@@ -375,7 +376,7 @@ class Server:
 
 
 def serve_programs(line: int, asked: dict[str, str], identity: Identity) -> None:
-    give_up_rights(identity, refuse_setns)
+    give_up_rights(identity)
     Server(line, asked["name"]).serve()
 
 

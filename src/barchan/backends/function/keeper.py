@@ -1,10 +1,10 @@
 """What keeps the calls of one sandbox; read as text behind `interpreter.py`, in whose namespace it runs.
 
 Two kinds of process, both on the image's own Python. The keeper is a fork of a zygote that has moved into the sandbox
-and has every right there. It has one fork of itself ready, the call, which has a place of its own, has given up all
-rights, and waits for what it is to run. When that has ended, the keeper ends whatever it has left, says how it went,
-and forks the next. It never reads what calls are given or give: what it knows, every later call could find in its own
-memory. docs/formats/calls-protocol.md has the messages.
+and has every right there. It has one fork of itself ready, the call, which has given up all rights and waits for what
+it is to run. When that has ended, the keeper ends whatever it has left, says how it went, makes the place anew if there
+is a trace of it, and forks the next. It never reads what calls are given or give: what it knows, every later call could
+find in its own memory. docs/formats/calls-protocol.md has the messages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import types
 from contextlib import suppress
 
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from barchan.backends.container.interpreter import (
+        CAPABILITY_VERSION_3,
+        EXIT_CANNOT,
         LINE_FD,
+        PR_SET_DUMPABLE,
         PR_SET_SECCOMP,
         SECCOMP_MODE_FILTER,
         SERVERS,
@@ -42,21 +46,21 @@ if TYPE_CHECKING:
         close_others,
         draw_anew,
         execute,
-        give_up_rights,
         libc,
+        limit_rights,
         open_streams,
         prctl,
-        refuse,
     )
 
 PR_SET_CHILD_SUBREAPER = 36
 NEW_MOUNTS, NEW_IPC, NEW_NETWORK = 0x00020000, 0x08000000, 0x40000000
-READ_ONLY, NO_SUID, NO_DEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+READ_ONLY, NO_SUID, NO_DEV, NO_EXEC, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 KEPT_FLAGS = ((2, 2), (4, 4), (8, 8), (1024, 1024), (4096, 1 << 21))  # of statvfs and of mount, by pairs
 MOUNT, UNSHARE, PIDFD_OPEN = {"x86_64": 165, "aarch64": 40}, {"x86_64": 272, "aarch64": 97}, 434
 FILES_MAX = 65536  # in what a call may write
-SCRATCH = "/tmp"
+SCRATCH, QUEUES = "/tmp", "/dev/mqueue"
 ALSO_SCRATCH = ("/var/tmp", "/dev/shm")
+SHM_INFO, MSG_INFO, SEM_INFO, INFO_BYTES = 14, 12, 19, 256
 FDS_END = 32  # the keeper has closed all others
 CALL_FD = 3
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
@@ -69,13 +73,19 @@ HEAD = struct.Struct("<BBd")
 SIZE = struct.Struct("<I")
 ENDED = struct.Struct("<4siqqq")
 
+# Of an interpreter with one thread, in which nothing is locked. `os.fork` would put that right all the same, in every
+# module, by writing to a quarter of the pages that a call has; `draw_anew` does what is needed of it.
+forks = ctypes.PyDLL(None, use_errno=True)
+
 
 # --- the keeper ------------------------------------------------------------------------------------------------------
 
 
 def keep_calls(line: int, asked: dict[str, str], identity: Identity) -> None:
-    """See above. Does not return."""
-    room = f"size={asked['room_mib']}m,nr_inodes={FILES_MAX},mode=1777,uid={identity[0]},gid={identity[1]}"
+    """See above. Does not return.
+
+    What a call needs is made here, before the fork, wherever it can be: a fork pays for each page that it writes to.
+    """
     os.setsid()
     os.umask(0o022)
     null = os.open("/dev/null", os.O_RDWR)
@@ -84,22 +94,43 @@ def keep_calls(line: int, asked: dict[str, str], identity: Identity) -> None:
     os.dup2(line, LINE_FD, inheritable=False)
     close_others({LINE_FD})
     checked(prctl(PR_SET_CHILD_SUBREAPER, 1), "subreaper")
-    make_read_only()
-    quiet = loopback_traffic()
-    os.write(LINE_FD, b"ready")
-    gc.collect()
-    gc.freeze()
-    while True:
-        pid = os.fork()
-        if pid == 0:
-            be_call(identity, room)
-        ended = until_gone(pid)
-        try:
-            os.write(LINE_FD, ended)
-        except OSError:  # the node has gone
-            os._exit(0)
-        if loopback_traffic() != quiet:  # what it leaves, such as ports in use for a while, the next one is not to see
-            renew_network()
+    place = Place(asked["room_mib"])
+    rights = Rights(identity)
+    os.environ["HOME"] = SCRATCH
+    open_streams()
+    with socket.socket(fileno=LINE_FD) as to_node:
+        to_node.send(b"ready")
+        gc.collect()
+        gc.freeze()
+        while True:
+            ended = until_gone(offer_call(to_node, rights))
+            try:
+                to_node.send(ended)
+            except OSError:  # the node has gone
+                os._exit(0)
+            place.renew_if_used()
+
+
+def offer_call(to_node: socket.socket, rights: Rights) -> int:
+    """Fork the next call, and give the node its ends of the streams; the call's process."""
+    sock, own_sock = os_socketpair()
+    out, own_out = os.pipe()
+    err, own_err = os.pipe()
+    pid = checked(forks.fork(), "fork")
+    if pid == 0:
+        be_call(rights, own_sock, own_out, own_err)
+    pidfd = checked(libc.syscall(PIDFD_OPEN, pid, 0), "pidfd_open")
+    fds = array.array("i", [sock, out, err, pidfd])
+    with suppress(OSError):  # the node has gone: the call ends, having nothing to read
+        to_node.sendmsg([b"spare"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+    for fd in (*fds, own_sock, own_out, own_err):
+        os.close(fd)
+    return pid
+
+
+def os_socketpair() -> tuple[int, int]:
+    first, second = socket.socketpair()
+    return first.detach(), second.detach()
 
 
 def until_gone(pid: int) -> bytes:
@@ -123,24 +154,67 @@ def until_gone(pid: int) -> bytes:
         user_us, system_us = user_us + int(usage.ru_utime * 1e6), system_us + int(usage.ru_stime * 1e6)
 
 
+class Place:
+    """Where calls run, one after the other: the sandbox's files, read-only; a place for theirs; what else they could
+    leave. It is made anew when one has left its trace in there, so that no other call ever sees it.
+    """
+
+    def __init__(self, room_mib: str) -> None:
+        self._room = f"size={room_mib}m,nr_inodes={FILES_MAX},mode=1777"
+        self._scratch = [SCRATCH]
+        self._scratch += [path for path in ALSO_SCRATCH if os.path.isdir(path) and not os.path.islink(path)]
+        self._has_queues = os.path.isdir(QUEUES)
+        checked(libc.unshare(NEW_MOUNTS), "unshare mnt")
+        mount("none", "/", "", RECURSIVE | PRIVATE)
+        found = os.statvfs("/").f_flag
+        mount("none", "/", "", REMOUNT | BIND | READ_ONLY | sum(flag for given, flag in KEPT_FLAGS if found & given))
+        self._base = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        self._quiet = loopback_traffic()
+        self._make()
+
+    def _make(self) -> None:
+        checked(libc.setns(self._base, NEW_MOUNTS), "setns mnt")
+        checked(libc.unshare(NEW_MOUNTS | NEW_IPC), "unshare")
+        mount("tmpfs", SCRATCH, "tmpfs", NO_SUID | NO_DEV, self._room)
+        for path in self._scratch[1:]:
+            mount(SCRATCH, path, "", BIND)
+        if self._has_queues:
+            mount("mqueue", QUEUES, "mqueue", NO_SUID | NO_DEV | NO_EXEC)
+        os.chdir(SCRATCH)
+        self._fresh = self._traces()
+
+    def _traces(self) -> tuple[object, ...]:
+        """What a file, a message queue, or anything of System V's would change, and be it gone again."""
+        kept: list[object] = []
+        for path in (SCRATCH, QUEUES)[: 1 + self._has_queues]:
+            found = os.stat(path)
+            kept += (found.st_ctime_ns, found.st_mtime_ns, found.st_size, found.st_nlink)
+        info = ctypes.create_string_buffer(INFO_BYTES)
+        for call, command in ((libc.shmctl, SHM_INFO), (libc.msgctl, MSG_INFO)):
+            checked(call(0, command, info), "counting what calls have left")
+            kept.append(info.raw)
+        checked(libc.semctl(0, 0, SEM_INFO, info), "counting what calls have left")
+        return (*kept, info.raw)
+
+    def renew_if_used(self) -> None:
+        if self._traces() != self._fresh:
+            self._make()
+        if loopback_traffic() != self._quiet:  # such as ports that stay in use for a while
+            renew_network()
+
+
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     result = libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
     checked(result, f"mount {target}")
 
 
-def make_read_only() -> None:
-    """The sandbox's own files, for this process and all that it forks: in a mount namespace of its own."""
-    checked(libc.unshare(NEW_MOUNTS), "unshare mnt")
-    mount("none", "/", "", RECURSIVE | PRIVATE)
-    found = os.statvfs("/").f_flag
-    kept = sum(flag for given, flag in KEPT_FLAGS if found & given)
-    mount("none", "/", "", REMOUNT | BIND | READ_ONLY | kept)
-
-
 def loopback_traffic() -> bytes:
     """How much has passed the loopback of this network namespace."""
-    with open("/proc/self/net/dev", "rb") as file:
-        return next((line for line in file if line.lstrip().startswith(b"lo:")), b"")
+    fd = os.open("/proc/self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
 
 
 def renew_network() -> None:
@@ -151,70 +225,71 @@ def renew_network() -> None:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | IFF_UP))
 
 
-# --- a call: its place -----------------------------------------------------------------------------------------------
+class Rights:
+    """What the keeper gives up beforehand for its forks, and each of them in the end: no program has that."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._uid, gid, groups = identity
+        self._machine = os.uname().machine
+        limit_rights()
+        os.setgroups(groups)
+        os.setresgid(gid, gid, gid)
+        self._header = ctypes.create_string_buffer(struct.pack("<Ii", CAPABILITY_VERSION_3, 0))
+        self._none = ctypes.create_string_buffer(bytes(24))
+        statements = self._filter()
+        self._code = ctypes.create_string_buffer(b"".join(statements))
+        program = struct.pack("@HP", len(statements), ctypes.addressof(self._code))
+        self._program = ctypes.create_string_buffer(program)
+        self._program_at = ctypes.addressof(self._program)
+
+    def _filter(self) -> tuple[bytes, ...]:
+        """Refuses the calls that the keeper may make and other programs of a sandbox may not."""
+        return (
+            struct.pack("<HBBI", 0x20, 0, 0, 0),  # the number of the call
+            struct.pack("<HBBI", 0x15, 4, 0, SETNS[self._machine]),
+            struct.pack("<HBBI", 0x15, 3, 0, MOUNT[self._machine]),
+            struct.pack("<HBBI", 0x15, 0, 3, UNSHARE[self._machine]),
+            struct.pack("<HBBI", 0x20, 0, 0, 16),  # its first argument
+            struct.pack("<HBBI", 0x45, 0, 1, NEW_MOUNTS | NEW_IPC | NEW_NETWORK),
+            struct.pack("<HBBI", 0x06, 0, 0, 0x00050000 | errno.EPERM),
+            struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000),
+        )
+
+    def give_up(self) -> None:
+        os.setresuid(self._uid, self._uid, self._uid)
+        checked(libc.capset(self._header, self._none), "capset")
+        checked(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, self._program_at), "seccomp")
+        # Its files in /proc are its own user's, as those of a program that was executed.
+        checked(prctl(PR_SET_DUMPABLE, 1), "dumpable")
 
 
-def be_call(identity: Identity, room: str) -> None:
+# --- a call: its beginning -------------------------------------------------------------------------------------------
+
+
+def be_call(rights: Rights, sock: int, out: int, err: int) -> None:
     """In a fork of the keeper. Does not return."""
+    code = EXIT_CANNOT
     try:
-        prepare_call(identity, room)
-    except BaseException as error:  # whatever it is, the node is told, and nothing goes on
-        refuse(LINE_FD, error)
-        os._exit(1)
-    code = 126
-    try:
+        os.setsid()
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.dup2(sock, CALL_FD, inheritable=False)
+        os.closerange(CALL_FD + 1, FDS_END)
+        rights.give_up()
+        become_other()
         code = run_call()
     except BaseException as error:
         os.write(2, f"barchan: the call can't be run: {error!r}\n".encode("utf-8", "replace"))
     os._exit(code)
 
 
-def prepare_call(identity: Identity, room: str) -> None:
-    """Namespaces, files and streams of its own, and no rights; then the node is given its ends of the streams."""
-    os.setsid()
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # the keeper is the last to be killed for the memory of calls
-    checked(libc.unshare(NEW_MOUNTS | NEW_IPC), "unshare")
-    mount("tmpfs", SCRATCH, "tmpfs", NO_SUID | NO_DEV, room)
-    for path in ALSO_SCRATCH:
-        if os.path.isdir(path) and not os.path.islink(path):
-            mount(SCRATCH, path, "", BIND)
-    given, own = socket.socketpair()
-    out, own_out = os.pipe()
-    err, own_err = os.pipe()
-    pidfd = checked(libc.syscall(PIDFD_OPEN, os.getpid(), 0), "pidfd_open")
-    fds = array.array("i", [given.fileno(), out, err, pidfd])
-    with socket.socket(fileno=os.dup(LINE_FD)) as line:
-        os.dup2(own_out, 1)
-        os.dup2(own_err, 2)
-        os.dup2(own.fileno(), CALL_FD, inheritable=False)
-        give_up_rights(identity, refuse_making_places)
-        os.chdir(SCRATCH)
-        os.environ["HOME"] = SCRATCH
-        open_streams()
-        draw_anew()
-        line.sendmsg([b"spare"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-    for sock in (given, own):
-        sock.detach()
-    os.closerange(CALL_FD + 1, FDS_END)
-
-
-def refuse_making_places() -> None:
-    """The calls that the keeper and its forks may make and other programs of a sandbox may not."""
-    machine = os.uname().machine
-    statements = (
-        struct.pack("<HBBI", 0x20, 0, 0, 0),  # the number of the call
-        struct.pack("<HBBI", 0x15, 4, 0, SETNS[machine]),
-        struct.pack("<HBBI", 0x15, 3, 0, MOUNT[machine]),
-        struct.pack("<HBBI", 0x15, 0, 3, UNSHARE[machine]),
-        struct.pack("<HBBI", 0x20, 0, 0, 16),  # its first argument
-        struct.pack("<HBBI", 0x45, 0, 1, NEW_MOUNTS | NEW_IPC | NEW_NETWORK),
-        struct.pack("<HBBI", 0x06, 0, 0, 0x00050000 | errno.EPERM),
-        struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000),
-    )
-    code = ctypes.create_string_buffer(b"".join(statements))
-    program = ctypes.create_string_buffer(struct.pack("@HP", len(statements), ctypes.addressof(code)))
-    checked(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program)), "seccomp")
+def become_other() -> None:
+    """What tells this interpreter from the one that it is a copy of."""
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
+    found = sys.modules.get("random")
+    if found is not None:
+        found.seed()
+    draw_anew()
 
 
 # --- a call: what it runs --------------------------------------------------------------------------------------------

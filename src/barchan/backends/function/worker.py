@@ -191,6 +191,8 @@ class Worker:
         self._running: _Running | None = None
         self._oom_seen = handle.oom_kills()
         self.was_ready = False
+        self.calls_total = 0
+        self.made_at = self._loop.time()
         line.setblocking(False)
         self._loop.add_reader(line.fileno(), self._hear)
 
@@ -206,6 +208,7 @@ class Worker:
         """Run it; the worker must be ready."""
         spare, self._spare = self._spare, None
         assert spare is not None
+        self.calls_total += 1
         running = self._running = _Running(call, spare, self._loop.time())
         running.send()
         running.look = self._loop.call_later(min(FIRST_LOOK_S, call.timeout_s), self._look, running)
