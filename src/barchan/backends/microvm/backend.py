@@ -85,7 +85,7 @@ class MicrovmBackend(MachineBackend):
             memory_bytes=spec.memory_mib << 20,
             pids=spec.pids_max,
             shm_bytes=min(SHM_BYTES, spec.memory_mib << 19),
-            spool_bytes=disks.SPOOL_BYTES,
+            spool_bytes=disks.spool_bytes(spec.disk_mib),
             root_capable=spec.root == "capable",
             net=None if spec.network == "none" else (ADDRESS, GATEWAY),
             tsc_khz=await asyncio.to_thread(clock.tsc_khz),

@@ -21,15 +21,20 @@ LAYERS_MAX = 4  # disks: a machine has eight places for devices, and the others 
 LAYER_PATH = "/layers/{}.erofs"
 DISK_PATH = "/machine/disk"
 DIGESTS_PATH = "/layers/digests"
-SPOOL_BYTES = 64 << 20  # of the disk, for the output that the init keeps
+SPOOL_BYTES_MAX = 64 << 20  # of the disk, for the output that the init keeps
 _OF_SIZE = 64  # of a file system, one part of so many is its own tables
 _LEAST_BYTES = 8 << 20
 _IMAGE = "image-"
 
 
+def spool_bytes(disk_mib: int) -> int:
+    """Room on a disk for the output that the init keeps: less than half of it, which is all that can be set aside."""
+    return min(SPOOL_BYTES_MAX, disk_mib << 20)
+
+
 def disk_bytes(disk_mib: int) -> int:
     """Size of a file system in which a guest has so much room, and its init the room for what it keeps."""
-    wanted = (disk_mib << 20) + SPOOL_BYTES
+    wanted = (disk_mib << 20) + spool_bytes(disk_mib)
     return (wanted + wanted // _OF_SIZE + _LEAST_BYTES) & -4096
 
 
@@ -105,7 +110,7 @@ def fresh_disk(links: Links, disk_mib: int) -> HostLayer:
         image = made / "disk"
         with open(image, "wb") as file:
             os.truncate(file.fileno(), size)
-        reserved = f"{100 * SPOOL_BYTES / size:.2f}"
+        reserved = f"{100 * spool_bytes(disk_mib) / size:.2f}"
         options = ("-q", "-F", "-O", "^has_journal", "-E", "lazy_itable_init=1,root_owner=0:0", "-m", reserved)
         run([mkfs, *options, image])
         return links.make(name, {DISK_PATH: image})
