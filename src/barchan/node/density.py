@@ -1,6 +1,6 @@
 """What the kernel says of this host's memory and processors, and what of it the sandboxes have."""
 
-from pathlib import Path
+import re
 from typing import TYPE_CHECKING
 
 from barchan.core.density import Pressure, step
@@ -9,16 +9,15 @@ from barchan.model.node import NodeMemory
 if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
 
-_MEMINFO = Path("/proc/meminfo")
-_STALLS = Path("/proc/pressure")
+_MEMINFO = "/proc/meminfo"
+_WANTED = re.compile(r"^(MemTotal|MemAvailable|SwapFree):\s+(\d+)", re.MULTILINE)
+_STALLS = "/proc/pressure"
 
 
 def pressure() -> Pressure:
     """The host's memory and its programs' waits, as they are now; takes some 100 us."""
-    memory = {}
-    for line in _MEMINFO.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        memory[name] = int(rest.split()[0]) >> 10
+    with open(_MEMINFO, encoding="ascii") as file:
+        memory = {name: int(kib) >> 10 for name, kib in _WANTED.findall(file.read())}
     stalls = _stalls("memory")
     return Pressure(
         memory_total_mib=memory["MemTotal"],
@@ -61,7 +60,8 @@ def memory(sandboxes: "Sandboxes") -> NodeMemory:
 def _stalls(resource: str) -> dict[str, float]:
     """Shares of the last ten seconds, by `some` and `full`; none where the kernel keeps no account."""
     try:
-        text = (_STALLS / resource).read_text()
+        with open(f"{_STALLS}/{resource}", encoding="ascii") as file:
+            text = file.read()
     except OSError:  # built without, or switched off at boot: then opening or reading fails
         return {}
     lines = (line.split() for line in text.splitlines())

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
 
 TICK_S = 0.25
-LOOKS_MAX = 200  # in one tick: some 100 us each
+LOOKS_MAX = 200  # in one tick: some 100 us each of one without programs
 AT_ONCE = 5  # between two turns of the event loop
 MOVES_MAX = 64  # under way at once, of those that the policy has begun
 LOOK_S_MAX = 10.0  # between two looks at the same one

@@ -90,3 +90,8 @@ def test_nobody_is_there(tmp_path: Path) -> None:
 def test_a_crowd_is_at_work(tmp_path: Path) -> None:
     """Nobody looks at each of thousands."""
     assert not activity(str(tmp_path), THREADS_MAX + 1, 0.0).waits_for_client
+
+
+def test_without_programs_nothing_is_looked_at(tmp_path: Path) -> None:
+    """The kernel's count says so: most sandboxes that wait for a model are such."""
+    assert activity(str(tmp_path / "gone"), 0, 0.5) == Activity(has_programs=False, waits_for_client=True, cpu_s=0.5)

@@ -23,6 +23,8 @@ def activity(guest: str, threads: int, cpu_s: float) -> Activity:
         threads: How many there are, as the kernel counts them.
         cpu_s: That they have used.
     """
+    if threads == 0:
+        return Activity(has_programs=False, waits_for_client=True, cpu_s=cpu_s)
     if threads > THREADS_MAX:
         return Activity(has_programs=True, waits_for_client=False, cpu_s=cpu_s)
     found = [(pid, thread) for pid in pids(guest) for thread in _threads(pid)]

@@ -82,8 +82,7 @@ class Resting:
 
     def activity(self) -> Activity:
         """See `Handle.activity`."""
-        stats = self._counters.stats()
-        return activity(self._counters.guest, stats.pids, stats.cpu_s)
+        return activity(self._counters.guest, self._counters.pids(), self._counters.cpu_s())
 
 
 async def _stopped(group: str, deadline: float) -> None:
