@@ -5,25 +5,30 @@ import hashlib
 import math
 import platform
 import re
+import secrets
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from barchan.backends.base import Capabilities, Host
+from barchan.backends.container.backend import ContainerHandle
 from barchan.backends.hosted.outer import HostLayer
 from barchan.backends.microvm import clock, disks
+from barchan.backends.microvm.acceleration import KVM, PROBE_S, Acceleration, choose, key_of, place
 from barchan.backends.microvm.boot import Boot, command_line
 from barchan.backends.microvm.handle import MicrovmHandle
 from barchan.backends.microvm.kernel import Kernel
 from barchan.backends.microvm.kernel import find as find_kernel
 from barchan.backends.microvm.probe import requirements
-from barchan.backends.qemu import install
+from barchan.backends.qemu import device, install
 from barchan.backends.qemu.backend import MachineBackend
+from barchan.backends.qemu.handle import greeted
 from barchan.backends.qemu.install import Qemu
 from barchan.backends.qemu.machine import MEMORY
 from barchan.backends.qemu.shape import ADDRESS, GATEWAY, NETWORK, OVERHEAD_MIB, PROCESSES_MAX, Shape, common
+from barchan.core.finished import finished
 from barchan.errors import RequirementMissing
 from barchan.image.template import Layer, Template
 from barchan.model.node import Requirement
@@ -32,7 +37,6 @@ from barchan.model.sandbox import SandboxSpec
 KERNEL_MIB = 64  # of a guest's memory, for its kernel and its init: what its programs may take is on top
 SPARE_MIB = 64  # of the outer's disk, beside the guest's
 SHM_BYTES = 64 << 20
-TCG = "tcg,tb-size=32"
 
 
 class MicrovmBackend(MachineBackend):
@@ -55,6 +59,8 @@ class MicrovmBackend(MachineBackend):
         super().__init__(host)
         self._qemu: Qemu
         self._kernel: Kernel
+        self._acceleration: Acceleration | None = None
+        self._choosing = asyncio.Lock()
         self._image_layers: dict[tuple[str, ...], tuple[HostLayer, int]] = {}
 
     def probe(self) -> Sequence[Requirement]:
@@ -70,6 +76,32 @@ class MicrovmBackend(MachineBackend):
 
     async def shape(self, spec: SandboxSpec, template: Template, image: Sequence[Layer] | None = None) -> Shape:
         layers = tuple(template.layers if image is None else image)
+        async with self._choosing:
+            if self._acceleration is None:
+                key = key_of(self._qemu.version, self._kernel.digest)
+                boot = partial(self._try_kvm, spec, layers)
+                self._acceleration = await choose(place(self.host.state_dir), key, boot)
+        return await self._shape(spec, layers, self._acceleration)
+
+    async def _try_kvm(self, spec: SandboxSpec, layers: tuple[Layer, ...]) -> None:
+        """Boot a guest with KVM, which answers in time or not; nothing of it is left."""
+        shape = await self._shape(spec, layers, KVM)
+        sandbox_id = f"probe-{secrets.token_hex(6)}"
+        machine = await self._start(
+            sandbox_id, shape, (*shape.boot_layers, *shape.layers), shape.booting(), None, is_fresh=True
+        )
+        try:
+            (await greeted(machine, secrets.token_bytes(32), PROBE_S)).close()
+        finally:
+            machine.close()
+            await finished(self._abandon(sandbox_id))
+
+    async def given(self, outer: ContainerHandle, shape: Shape) -> None:
+        if shape.engine["acceleration"] == "kvm":
+            await device.give(outer.pid)
+
+    async def _shape(self, spec: SandboxSpec, layers: tuple[Layer, ...], acceleration: Acceleration) -> Shape:
+        accelerator, processor = acceleration.arguments
         digests = tuple(layer.digest for layer in layers)
         if digests not in self._image_layers:
             made = await asyncio.to_thread(disks.image_layer, self.links, self.host.images, layers)
@@ -88,13 +120,13 @@ class MicrovmBackend(MachineBackend):
             spool_bytes=disks.spool_bytes(spec.disk_mib),
             root_capable=spec.root == "capable",
             net=None if spec.network == "none" else (ADDRESS, GATEWAY),
-            tsc_khz=await asyncio.to_thread(clock.tsc_khz),
+            tsc_khz=await asyncio.to_thread(clock.tsc_khz) if acceleration.name == "tcg" else 0,
         )
         # A distribution's kernel finds devices by ACPI alone, ours by its command line, which takes less time.
         acpi = "on" if self._kernel.needs_modules else "off"
         hardware = (
-            *common(install.EMULATOR, install.FIRMWARE, TCG, vcpus, memory_mib),
-            *("-M", f"microvm,acpi={acpi},memory-backend={MEMORY},suppress-vmdesc=on", "-cpu", "max"),
+            *common(install.EMULATOR, install.FIRMWARE, accelerator, vcpus, memory_mib),
+            *("-M", f"microvm,acpi={acpi},memory-backend={MEMORY},suppress-vmdesc=on", "-cpu", processor),
             *("-device", "virtio-serial-device", "-device", "virtserialport,chardev=guest,name=barchan"),
             *("-device", "virtio-balloon-device,free-page-reporting=on"),
             *_disk("disk", disks.DISK_PATH, is_written=True),
@@ -114,7 +146,7 @@ class MicrovmBackend(MachineBackend):
                 "QEMU": self._qemu.version,
                 "kernel": self._kernel.digest,
                 "hardware": hashlib.sha256("\0".join(hardware).encode()).hexdigest()[:16],
-                "acceleration": TCG.partition(",")[0],
+                "acceleration": acceleration.name,
                 "processor": await asyncio.to_thread(_processor),
             },
             outer=self._outer(spec, memory_mib),

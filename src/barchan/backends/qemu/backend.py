@@ -77,6 +77,9 @@ class MachineBackend(HostedBackend):
         """
         raise NotImplementedError
 
+    async def given(self, outer: ContainerHandle, shape: Shape) -> None:
+        """Give an outer, before its QEMU starts, what no layer can."""
+
     async def fresh(self, outer: ContainerHandle, shape: Shape) -> None:
         """Put what a booting machine needs into its outer, where no cut has brought it."""
 
@@ -262,6 +265,7 @@ class MachineBackend(HostedBackend):
         try:
             outer = await self.outers.create(sandbox_id, shape.outer, layers, template=shape.below, cut=cut)
             try:
+                await self.given(outer, shape)
                 if is_fresh:
                     await self.fresh(outer, shape)
                 return await Machine.start(outer, argv)
