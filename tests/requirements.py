@@ -119,6 +119,7 @@ PROBES: dict[str, Callable[[], str]] = {
     "docker-registry": _tool("docker-registry", "docker-registry"),
     "htpasswd": _tool("htpasswd", "apache2-utils"),
     "mkfs.btrfs": _tool("mkfs.btrfs", "btrfs-progs"),
+    "mkfs.ext4": _tool("mkfs.ext4", "e2fsprogs"),
     "curl": _tool("curl", "curl"),
     "openssl": _tool("openssl", "openssl"),
     "slirp4netns": _tool("slirp4netns", "slirp4netns"),

@@ -154,7 +154,7 @@ class MicrovmBackend(MachineBackend):
 
     def _kernel_layer(self) -> HostLayer:
         files = {"/kernel/vmlinux": self._kernel.vmlinux, "/kernel/initrd": self._kernel.initrd}
-        return self.links.make(f"kernel-{self._kernel.digest[:32]}", files)
+        return self.links.make(disks.KERNEL + self._kernel.digest[:32], files)
 
     @staticmethod
     def _outer(spec: SandboxSpec, memory_mib: int) -> SandboxSpec:
@@ -170,7 +170,8 @@ class MicrovmBackend(MachineBackend):
         )
 
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
-        for name in await asyncio.to_thread(disks.unneeded, self.links, self.host.images):
+        kernel = self._kernel.digest[:32]
+        for name in await asyncio.to_thread(disks.unneeded, self.links, self.host.images, kernel):
             if await self.outers.drop_layer(self.links.layer(name).name):
                 self._image_layers.clear()
                 await asyncio.to_thread(self.links.remove, name)

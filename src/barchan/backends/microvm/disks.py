@@ -24,7 +24,9 @@ DIGESTS_PATH = "/layers/digests"
 SPOOL_BYTES_MAX = 64 << 20  # of the disk, for the output that the init keeps
 _OF_SIZE = 64  # of a file system, one part of so many is its own tables
 _LEAST_BYTES = 8 << 20
-_IMAGE = "image-"
+EMPTY_DISKS_MAX = 16  # that are kept, each of another size
+KERNEL = "kernel-"
+_IMAGE, _DISK = "image-", "disk-"
 
 
 def spool_bytes(disk_mib: int) -> int:
@@ -55,12 +57,12 @@ def image_layer(links: Links, images: ImageStore, layers: Sequence[Layer]) -> tu
     found = links.layer(_IMAGE + key)
     if found.path.exists():
         return found, count
-    with tempfile.TemporaryDirectory(dir=images.root) as made:
+    with images.workspace() as made:
         own = len(layers) - (count - 1)  # that become the topmost file
         paths = [images.layer_path(layer) for layer in layers]
         if own > 1:
-            paths[:own] = [_merged(images, layers, own, Path(made) / "merged")]
-        digests = Path(made) / "digests"
+            paths[:own] = [_merged(images, layers, own, made / "merged")]
+        digests = made / "digests"
         digests.write_text("\n".join(layer.digest for layer in layers))
         files = {LAYER_PATH.format(index): path for index, path in enumerate(paths)}
         try:
@@ -81,15 +83,22 @@ def _merged(images: ImageStore, layers: Sequence[Layer], count: int, target: Pat
     return target
 
 
-def unneeded(links: Links, images: ImageStore) -> list[str]:
-    """Names of layers made of an image of which the store has a layer no more. Blocking."""
-    found = []
-    for name in links.names():
+def unneeded(links: Links, images: ImageStore, kernel: str) -> list[str]:
+    """Names of layers that no new machine needs. Blocking.
+
+    These are of images of which the store has a layer no more, of kernels but `kernel`, and of empty disks the oldest,
+    where there are many.
+    """
+    names = links.names()
+    found = [name for name in names if name.startswith(KERNEL) and name != KERNEL + kernel]
+    for name in names:
         if name.startswith(_IMAGE):
             digests = (links.layer(name).path / DIGESTS_PATH.lstrip("/")).read_text().split()
             if not all(map(images.has_layer, digests)):
                 found.append(name)
-    return found
+    empty = [name for name in names if name.startswith(_DISK)]
+    empty.sort(key=lambda name: links.layer(name).path.stat().st_mtime)
+    return found + empty[: -EMPTY_DISKS_MAX or None]
 
 
 def fresh_disk(links: Links, disk_mib: int) -> HostLayer:
@@ -99,7 +108,7 @@ def fresh_disk(links: Links, disk_mib: int) -> HostLayer:
         RequirementMissing: There is no mkfs.ext4.
     """
     size = disk_bytes(disk_mib)
-    name = f"disk-{size}"
+    name = f"{_DISK}{size}"
     found = links.layer(name)
     if found.path.exists():
         return found
