@@ -77,6 +77,8 @@ class NodeImages:
         above = [await self.resolve(name) for name in spec.layers]
         for used in (base, *above):
             self.store.note_use(used.name)
+        if not above and len(base.layers) <= LAYERS_MAX:
+            return base
         met = list(compose.meetings(base, above))
         clashes = await self._look(meeting for _, _, meeting in met)
         for upper, lower, meeting in met:

@@ -269,6 +269,9 @@ class Journal:
         return self._one("WHERE sandbox.id = ?", sandbox_id)
 
     def find_create(self, create_id: str) -> Row | None:
+        """Of what was made under that id; mostly nothing, which is found out with the least work."""
+        if self._db.execute("SELECT 1 FROM sandbox WHERE create_id = ?", (create_id,)).fetchone() is None:
+            return None
         return self._one("WHERE create_id = ?", create_id)
 
     def live(self) -> list[Row]:
