@@ -95,6 +95,7 @@ class SupervisorClient:
         self._failure = failure or _failure
         self._tags = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._is_ending = False
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = self._loop.create_future()
         sock.setblocking(False)
@@ -145,6 +146,9 @@ class SupervisorClient:
             BootFailed: The supervisor says that it failed, with the stage and errno.
             ConnectionLost: The peer is gone.
         """
+        if self._is_ending:  # what it does not read any more would take its last answer along
+            raise ConnectionLost(f"the {self._peer} is ending")
+        self._is_ending = op == "shutdown"
         tag = next(self._tags)
         future: asyncio.Future[Answer] = self._loop.create_future()
         self._waiting[tag] = future
