@@ -37,7 +37,7 @@ from scripts.own_node import OwnNode
 BACKENDS = ("function", "container", "gvisor", "microvm", "vm")
 ROOT_IMAGE, DISK_IMAGE = "debian", "debian-disk"
 FORKS = 16
-IDLE = 8
+IDLE = 16
 SLOTS = 8
 MEMORY_MIB = 256
 SLOW_SHARE = 10  # of machines, which boot for half a minute, so much less is measured

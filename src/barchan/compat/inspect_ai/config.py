@@ -35,6 +35,7 @@ class BarchanConfig(BaseModel):
     layers: tuple[str, ...] = ()
     backend: str = "container"
     start_within_s: float | None = Field(default=None, gt=0)
+    needs: tuple[str, ...] = ()
     memory_mib: int = 1024
     cpus: float = 1.0
     pids_max: int = 512
