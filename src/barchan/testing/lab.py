@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
-from barchan.errors import BarchanError
+from barchan.errors import BarchanError, TransportError
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.aio.process import AsyncProcess, Stream
 from barchan.sdk.aio.sandbox import AsyncSandbox
@@ -57,10 +57,13 @@ class Lab:
         return task
 
     async def close(self) -> None:
-        """Wait until nothing of what was spawned runs any more."""
+        """Wait until nothing of what was spawned runs any more, and leave no snapshot in an image store of others."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        with suppress(TransportError):  # a check that was cut short may have left no node
+            for snapshot in await self.client.snapshots():
+                await snapshot.remove()
 
     def s(self, seconds: float) -> float:
         """So many seconds for a container on an idle machine; more for what is slower."""

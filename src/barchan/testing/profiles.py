@@ -31,6 +31,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     lacks: dict[str, str] = {}
 
 
+NO_ZYGOTE: Final = {"zygote": "an interpreter of the host's kernel can't be forked into another kernel"}
 PROFILES: Final[dict[str, Profile]] = {
     "container": Profile(),
     "function": Profile(
@@ -43,12 +44,17 @@ PROFILES: Final[dict[str, Profile]] = {
     "gvisor": Profile(
         memory_mib=192,
         patience=3.0,
-        lacks={"zygote": "an interpreter of the host's kernel can't be forked into another kernel"},
+        lacks=NO_ZYGOTE,
     ),
     "microvm": Profile(
         memory_mib=192,
         patience=4.0,
-        lacks={"zygote": "an interpreter of the host's kernel can't be forked into another kernel"},
+        lacks=NO_ZYGOTE,
+    ),
+    "vm": Profile(
+        memory_mib=512,
+        patience=8.0,
+        lacks=NO_ZYGOTE,
     ),
 }
 

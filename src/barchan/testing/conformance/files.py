@@ -99,17 +99,19 @@ async def rights_are_those_of_the_user_who_asks(lab: Lab) -> None:
     sandbox = await lab.create(user="1000:1000")
     files, root = sandbox.files, sandbox.files.as_user("root")
     await root.write(ROOT_SECRET, "secret", mode=0o600)
-    await text(sandbox, f"ln -s {ROOT_SECRET} /tmp/link; ln -s /etc /tmp/etc")
+    # Not in a sticky directory, where a kernel may let nobody follow another user's links, whatever he may read.
+    await text(sandbox, "mkdir -m 777 /srv/open", user="root")
+    await text(sandbox, f"ln -s {ROOT_SECRET} /srv/open/link; ln -s /etc /srv/open/etc")
     for call in (
         files.read(ROOT_SECRET),
-        files.read("/tmp/link"),
-        files.write("/tmp/etc/passwd", "x"),
-        files.mkdir("/tmp/etc/made"),
-        files.remove("/tmp/etc/passwd"),
-        files.move("/tmp/etc/passwd", "/tmp/taken"),
+        files.read("/srv/open/link"),
+        files.write("/srv/open/etc/passwd", "x"),
+        files.mkdir("/srv/open/etc/made"),
+        files.remove("/srv/open/etc/passwd"),
+        files.move("/srv/open/etc/passwd", "/tmp/taken"),
     ):
         await raises(Denied, call)
-    equal(await root.read("/tmp/link"), b"secret")
+    equal(await root.read("/srv/open/link"), b"secret")
     await files.write("/tmp/mine", "x")
     owners = [(await files.stat(path)).uid for path in ("/tmp/mine", "/etc/passwd")]
     equal(owners, [1000, 0])
