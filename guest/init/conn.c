@@ -315,9 +315,10 @@ bool conn_has_work(void)
 
 static void want_events(void)
 {
-	/* A line without a host says so all the time: only what changes counts then. */
+	/* A line without a host says so all the time: only what changes counts then. That a host has come is seen when it sends, or, where its
+	 * call was faster than the news of it, when it can be answered. */
 	if (line.is_used && !line.is_up)
-		loop_set(&conn.source, EPOLLIN | EPOLLET);
+		loop_set(&conn.source, EPOLLIN | EPOLLET | (conn.blocked ? EPOLLOUT : 0u));
 	else if (conn.source.fd >= 0)
 		loop_set(&conn.source, (can_take_request() ? EPOLLIN : 0u) | (conn.blocked ? EPOLLOUT : 0u));
 }
@@ -350,17 +351,23 @@ static void listen_for_greeting(void)
 		conn_begin_anew(conn.rx + end, conn.rx_end - end);
 }
 
-/* Somebody breaks into the connection, with these bytes. Beyond a call there are none before its answer. */
+/* Somebody breaks into the connection, with these bytes. What of them finds no room is heard when the host calls again. */
 static void conn_begin_anew(const uint8_t *data, size_t len)
 {
-	uint8_t first[LINE_CALL_MAX];
-	size_t kept = min_u64(len, sizeof first);
+	size_t kept = min_u64(len, RX_BYTES);
 
-	memcpy(first, data, kept);
+	memmove(conn.rx, data, kept);	/* they may lie there, or in what is freed next */
 	conn_close();
-	memcpy(conn.rx, first, kept);
 	conn.rx_end = kept;
 	listen_for_greeting();
+}
+
+/* An answer to a call may be that of the next host, and waits for it. */
+static void line_is_down(void)
+{
+	line.is_up = false;
+	if (line.is_greeted)
+		conn_close();
 }
 
 static void receive_from_line(void)
@@ -372,8 +379,7 @@ static void receive_from_line(void)
 	if (n < 0)
 		return;	/* nothing there, or no room; a line that broke says so by its events */
 	if (n == 0) {
-		conn_close();
-		line.is_up = false;
+		line_is_down();
 		return;
 	}
 	if (conn.big != NULL)
@@ -391,9 +397,9 @@ static void receive_from_line(void)
 
 static void line_event(uint32_t events)
 {
-	line.is_up = !(events & (EPOLLHUP | EPOLLERR));
-	if (!line.is_up)
-		conn_close();	/* after which a call that is there already is heard as any */
+	line.is_up = true;
+	if (events & (EPOLLHUP | EPOLLERR))
+		line_is_down();
 	if (events & EPOLLIN)
 		receive_from_line();
 	conn_dispatch();

@@ -163,7 +163,6 @@ void loop_close(struct source *source);
 void close_between(unsigned first, unsigned last);
 
 /* line.c */
-enum { LINE_CALL_MAX = 32 };
 enum line_word { LINE_NOTHING, LINE_CALL, LINE_CONFIRM };
 extern struct line {
 	bool is_used, is_up, is_greeted;
@@ -233,7 +232,9 @@ struct identity {
 const char *identity_find(const char *user, struct identity *identity);
 
 /* gvisor.c */
-int gvisor_become(uid_t uid);
+int gvisor_become(uid_t uid, char **argv);
+int gvisor_open_group(void);
+int gvisor_limit_pids(const char *text);
 
 /* capable.c */
 /* Give what a capable root has to the child that runs for it, which is uid 0 by now. NULL, or what is wrong. */
