@@ -23,7 +23,7 @@ from barchan.backends.qemu.guest import CountingGuest
 from barchan.backends.qemu.machine import GUEST_SOCKET, Machine
 from barchan.backends.qemu.shape import GATEWAY, Shape
 from barchan.core.finished import finished
-from barchan.errors import BackendError, CapacityError, ConnectionLost, InitDied, ReadTimeout
+from barchan.errors import BackendError, CapacityError, ConnectionLost, ReadTimeout
 from barchan.image.disk import NO_ROOM
 from barchan.model.sandbox import SandboxSpec, SandboxStats
 from barchan.model.snapshot import MemoryRecord
@@ -33,6 +33,7 @@ from barchan.wire import guest as wire
 
 GREET_S = 10.0
 DETACH_S = 15.0
+CONSOLE_CHARS_MAX = 300
 
 
 class MachineHandle(HostedHandle):
@@ -82,12 +83,19 @@ class MachineHandle(HostedHandle):
         if not ended.cancelled() and self._dying is None:
             self._dying = asyncio.get_running_loop().create_task(self._tell_why())
 
+    def _runner_ended(self, ended: "asyncio.Future[wire.Exit]") -> None:
+        """QEMU itself is gone: that is no doing of a guest that keeps to its own limits."""
+        if ended.cancelled() or ended.exception() is not None:
+            return
+        why = self.machine.why_ended
+        if not why and super().oom_kills():
+            why = "QEMU reached the memory limit of the container around it"
+        self.tell_end(Ended(wstatus=ended.result().wstatus, oom_kills=self.oom_kills(), why=why))
+
     async def _tell_why(self) -> None:
         console = (await self.machine.console()).strip()
-        why = f"{self.machine.why_ended}: {console[-300:]}" if console else self.machine.why_ended
-        if not self.ended.done():
-            self.ended.set_result(Ended(wstatus=0, oom_kills=self.oom_kills(), why=why))
-            self.guest.guest_gone(InitDied(f"the guest of {self.sandbox_id} has ended: {why}"))
+        why = f"{self.machine.why_ended}: {console[-CONSOLE_CHARS_MAX:]}" if console else self.machine.why_ended
+        self.tell_end(Ended(wstatus=0, oom_kills=self.oom_kills(), why=why))
 
     def oom_kills(self) -> int:
         """See `Handle.oom_kills`: by the guest's own kernel, under the limit that it holds its programs to."""
