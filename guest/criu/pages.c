@@ -1,6 +1,7 @@
 /* The pages of a restore may still be on their way into their files when CRIU starts: whoever opens one of these waits until all are
  * complete. The node holds a lock on the file `complete` beside them for as long as it writes, and then there is a byte in it; if
- * the node dies or fails, there is none. Without that file nothing is on its way (src/barchan/node/late_memory.py). */
+ * the node dies or fails, there is none. Without that file nothing is on its way. The files get their names last, so that a CRIU that
+ * does not wait finds none (src/barchan/node/late_memory.py, src/barchan/snapshot/memory_file.py). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -34,6 +34,7 @@ from barchan.snapshot.pagemap import PAGE_BYTES, decode_pagemap
 RECORD = "record.json"
 PAGEMAP = re.compile(r"criu/pagemap-(?:shmem-)?[0-9]+\.img")
 THREADS = min(4, os.cpu_count() or 1)
+_PART = ".part"  # the end of the name of a file whose pages are not there yet
 _JOB_CHUNKS = 8  # for one thread at a time: long enough that handing them over costs little
 _ALONE_MAX = 48  # chunks that one thread has unpacked before several have begun
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # what a guest had in memory is nobody else's
@@ -240,14 +241,14 @@ class MemoryFile:
         self.unpack_pages(target, leave_lazy=leave_lazy)
 
     def unpack_files(self, target: Path) -> None:
-        """The first part of `unpack`: all but the pages, whose files are holes."""
+        """The first part of `unpack`: all but the files of pages, which have other names and are holes."""
         with needs_room(target, "a memory snapshot"):
             target.mkdir(_FOLDER_MODE)
             for name in self.index.folders:
                 (target / name).mkdir(_FOLDER_MODE)
             self._unpack_files(target)
             for name, pages in self.index.pages_files:
-                with open(target / name, "xb", opener=_private) as file:
+                with open(target / f"{name}{_PART}", "xb", opener=_private) as file:
                     file.truncate(pages * PAGE_BYTES)
 
     def unpack_pages(self, target: Path, *, leave_lazy: bool = False) -> None:
@@ -258,6 +259,8 @@ class MemoryFile:
             wanted = [(first, pages) for first, pages, is_lazy in runs if not is_lazy]
         with needs_room(target, "a memory snapshot"):
             self._unpack_pages(target, wanted)
+            for name, _ in self.index.pages_files:
+                (target / f"{name}{_PART}").rename(target / name)
 
     def verify(self) -> None:
         """Read everything of this file, not of its bases. Raises `SnapshotCorrupt`."""
@@ -323,7 +326,7 @@ class MemoryFile:
             ranges = deque(wanted)
             start = 0
             for name, pages in self.index.pages_files:
-                fd = os.open(target / name, os.O_WRONLY | os.O_CLOEXEC)
+                fd = os.open(target / f"{name}{_PART}", os.O_WRONLY | os.O_CLOEXEC)
                 opened.callback(os.close, fd)
                 while ranges and ranges[0][0] < start + pages:
                     first, left = ranges.popleft()
