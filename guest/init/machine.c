@@ -69,6 +69,8 @@ void machine_take_leaves(void)
 		if (settings.cgroup >= 0)
 			leaves[i].dir = openat(settings.cgroup, names[i], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	}
+	if (settings.is_gvisor && (leaves[LEAF_GUEST].procs[0] = gvisor_open_group()) >= 0)
+		leaves[LEAF_GUEST].procs_count = 1;
 }
 
 static int write_guest(const char *file, const char *text)
@@ -170,7 +172,7 @@ int machine_count(struct machine_counters *out)
 	int dir = settings.cgroup;
 
 	*out = (struct machine_counters){0};
-	if (settings.is_agent) {
+	if (settings.is_agent && dir < 0) {
 		out->oom_kills = number_of(settings.proc, "vmstat", "oom_kill");
 		return 0;
 	}
@@ -192,7 +194,7 @@ int machine_configure(struct span hostname, uint64_t memory_bytes, uint64_t pids
 
 	if (settings.cgroup < 0 && !settings.is_agent && !settings.is_gvisor)
 		return EOPNOTSUPP;
-	if (settings.cgroup < 0 && (memory_bytes != 0 || pids != 0))
+	if (settings.cgroup < 0 && (memory_bytes != 0 || (pids != 0 && !settings.is_gvisor)))
 		return EOPNOTSUPP;
 	if (hostname.len > HOSTNAME_MAX)
 		return EINVAL;
@@ -206,7 +208,9 @@ int machine_configure(struct span hostname, uint64_t memory_bytes, uint64_t pids
 	if (error == 0 && memory_bytes != 0)
 		error = write_guest("memory.max", text);
 	snprintf(text, sizeof text, "%llu", (unsigned long long)pids);
-	return error == 0 && pids != 0 ? write_guest("pids.max", text) : error;
+	if (error != 0 || pids == 0)
+		return error;
+	return settings.is_gvisor ? gvisor_limit_pids(text) : write_guest("pids.max", text);
 }
 
 /* The kernel mixes in what is written to /dev/urandom at a time of its own. A machine that is one of several from the same memory must draw

@@ -60,14 +60,15 @@ MASKED = (
         "dev-hugepages.mount",
     ),
 )
+PROPERTIES = "\n".join(agent.PROPERTIES)
 AGENT_SERVICE = f"""[Unit]
 Description=Barchan agent
 BindsTo=dev-virtio\\x2dports-barchan.device
 After=dev-virtio\\x2dports-barchan.device
 [Service]
-ExecStart={agent.COMMAND}
-{agent.SERVICE}
-Restart=always
+ExecStart={agent.LAUNCH_PATH}
+{PROPERTIES}
+Restart=on-failure
 RestartSec=1
 [Install]
 WantedBy=multi-user.target
@@ -81,22 +82,19 @@ Name=eth0
 [Network]
 DHCP=ipv4
 """
+SESSION = '/usr/bin/openbox --startup "xterm -geometry 80x24+40+40"'
 DESKTOP_SERVICE = """[Unit]
 Description=A desktop on the screen
 After=systemd-udev-settle.service
 Wants=systemd-udev-settle.service
 [Service]
-User={user}
 WorkingDirectory={home}
-PAMName=login
-TTYPath=/dev/tty7
 Environment=HOME={home} DISPLAY=:0
-ExecStart=/usr/bin/xinit /usr/bin/openbox --startup "xterm -geometry 80x24+40+40" -- /usr/bin/X :0 vt7 -noreset
+ExecStart=/usr/bin/xinit /usr/sbin/runuser -u {user} -- {session} -- /usr/bin/X :0 vt7 -ac
 Restart=on-failure
 [Install]
 WantedBy=multi-user.target
 """
-XWRAPPER = "allowed_users=anybody\nneeds_root_rights=yes\n"
 # The initrd has nothing but the way to the disk, and is hardly compressed: an emulated processor unpacks it.
 INITRD_MODULES = "virtio_pci\nvirtio_blk\next4\ncrc32c_generic\n"
 INITRD_SETTINGS = "MODULES=list\nCOMPRESS=gzip\nCOMPRESSLEVEL=1\nBUSYBOX=n\nRESUME=none\n"
@@ -201,9 +199,10 @@ def _equip(root: Path, spec: DiskSpec) -> None:
     """The agent, somebody on the screen, a file system that grows, and nothing that only takes time."""
     if not agent.PROGRAM.exists():
         raise RequirementMissing(f"the guest programs were not built: {agent.PROGRAM} is missing (try: make setup)")
-    target = root / agent.PATH.lstrip("/")
-    shutil.copyfile(agent.PROGRAM, target)
-    target.chmod(0o755)
+    shutil.copyfile(agent.PROGRAM, root / agent.PATH.lstrip("/"))
+    put(root / agent.LAUNCH_PATH.lstrip("/"), agent.LAUNCH)
+    for path in (agent.PATH, agent.LAUNCH_PATH):
+        (root / path.lstrip("/")).chmod(0o755)
     units = root / "etc/systemd/system"
     _write(units / "barchan-agent.service", AGENT_SERVICE)
     _write(units / "getty@tty1.service.d/autologin.conf", AUTOLOGIN.format(user=USER))
@@ -212,8 +211,7 @@ def _equip(root: Path, spec: DiskSpec) -> None:
     _write(root / "etc/fstab", "/dev/vda / ext4 rw,noatime,x-systemd.growfs 0 0\n")
     enabled = ["barchan-agent.service", "systemd-networkd.service"]
     if spec.desktop:
-        _write(units / "desktop.service", DESKTOP_SERVICE.format(user=USER, home=HOME))
-        _write(root / "etc/X11/Xwrapper.config", XWRAPPER)
+        _write(units / "desktop.service", DESKTOP_SERVICE.format(user=USER, home=HOME, session=SESSION))
         enabled.append("desktop.service")
     for name in MASKED:
         (units / name).symlink_to("/dev/null")

@@ -35,8 +35,8 @@ def test_a_seed_starts_the_agent(tmp_path: Path) -> None:
     assert read("agent") == program
     assert read("meta-data").startswith(b"instance-id: ")
     assert read("user-data").startswith(b"#cloud-config\nbootcmd:\n")
-    assert agent.COMMAND.encode() in read("start")
-    assert subprocess.run(["sh", "-n"], input=read("start"), check=False).returncode == 0
+    for script in ("start", "launch"):
+        assert subprocess.run(["sh", "-n"], input=read(script), check=False).returncode == 0
 
 
 def test_a_seed_is_one_layer_for_all(tmp_path: Path) -> None:
@@ -83,20 +83,20 @@ async def test_the_agent_is_put_into_the_guest_and_started() -> None:
         asked = msgspec.json.decode((await reader.readline()).lstrip(SENTINEL))
         writer.write(b'{"return": 1}\n{"return": {}}\n' + SENTINEL)
         writer.write(msgspec.json.encode({"return": asked["arguments"]["id"]}) + b"\n")
-        while not started:
+        while started[:1] != ["-c"]:
             asked = msgspec.json.decode(await reader.readline())
             arguments = asked["arguments"]
             if asked["execute"] == "guest-file-write":
                 written.extend(base64.b64decode(arguments["buf-b64"]))
             elif asked["execute"] == "guest-exec":
-                started.extend(arguments["arg"])
+                started[:] = arguments["arg"]
             writer.write(b'{"return": 1000}\n' if asked["execute"] == "guest-file-open" else b'{"return": {}}\n')
 
     async with talk(peer) as line:
         await line.greet(5)
         await line.start_agent(program)
-    assert bytes(written) == program
-    assert agent.COMMAND in started[1]
+    assert bytes(written) == program + agent.LAUNCH.encode() + agent.START.encode()
+    assert started[-1].startswith("sh /run/barchan-")
 
 
 @pytest.mark.parametrize(

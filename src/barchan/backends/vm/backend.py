@@ -1,6 +1,7 @@
 """Whole machines: a disk of the user's own, a screen, in a QEMU inside a container."""
 
 import asyncio
+import errno
 import hashlib
 import math
 import socket
@@ -34,7 +35,8 @@ from barchan.wire import guest as wire
 BOOT_S = 300.0  # an emulated processor takes 20 to 60 s for a small Linux
 SETTLE_S = 90.0
 HELP_AFTER_S = 10.0  # in which a guest may start our agent itself, once its QEMU agent answers
-MEMORY_MIB_MIN = 128
+MEMORY_MIB_MIN = 64
+SYSTEM_MIB = 192  # of the machine, for its own kernel and services: what programs may take is on top
 OVERHEAD_MIB = 256  # what QEMU takes beside its guest's memory: itself, a screen, translated code
 SPARE_MIB = 128  # of the outer's disk, beside the guest's
 TCG = "tcg,tb-size=64,thread=multi"
@@ -90,9 +92,9 @@ class VmBackend(MachineBackend):
         own = below.above(spec.disk_mib)
         disk = f"/{Disk.file_at(own.depth)}"
         fresh = await asyncio.to_thread(self._fresh_disk, below, own)
-        vcpus = max(1, math.ceil(spec.cpus))
+        vcpus, memory_mib = max(1, math.ceil(spec.cpus)), spec.memory_mib + SYSTEM_MIB
         hardware = (
-            *common(install.EMULATOR, install.FIRMWARE, TCG, vcpus, spec.memory_mib),
+            *common(install.EMULATOR, install.FIRMWARE, TCG, vcpus, memory_mib),
             *("-M", f"q35,memory-backend={MEMORY},vmport=off,suppress-vmdesc=on", "-cpu", "max"),
             *("-blockdev", f"driver=file,filename={disk},node-name=file,locking=off,discard=unmap,cache.no-flush=on"),
             *("-blockdev", "driver=qcow2,file=file,node-name=disk,discard=unmap"),
@@ -111,7 +113,7 @@ class VmBackend(MachineBackend):
             hardware=hardware,
             boot=_boot(below),
             boot_layers=(fresh,),
-            memory_mib=spec.memory_mib,
+            memory_mib=memory_mib,
             disk=disk,
             stores_disk=True,
             image=template.layers if image is None else tuple(image),
@@ -142,7 +144,7 @@ class VmBackend(MachineBackend):
     def _outer(spec: SandboxSpec, own: Disk) -> SandboxSpec:
         return replace(
             spec,
-            memory_mib=spec.memory_mib + OVERHEAD_MIB,
+            memory_mib=spec.memory_mib + SYSTEM_MIB + OVERHEAD_MIB,
             pids_max=PROCESSES_MAX,
             disk_mib=(own.size_bytes >> 20) + SPARE_MIB,
             root="plain",
@@ -172,6 +174,16 @@ class VmBackend(MachineBackend):
             )
         finally:
             line.close()
+
+    async def settle(self, handle: MachineHandle) -> None:
+        """See `MachineBackend.settle`; with the limits, where the agent has groups that hold programs to them."""
+        await super().settle(handle)
+        memory_bytes, pids = handle.spec.memory_mib << 20, handle.spec.pids_max
+        try:
+            await handle.guest.request(lambda tag: wire.configure(tag, memory_bytes=memory_bytes, pids=pids))
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
 
     async def booted(self, handle: MachineHandle) -> None:
         """Its own services are up, or it has had its time."""

@@ -18,6 +18,7 @@ PORT = "org.qemu.guest_agent.0"
 ANSWER_S = 30.0  # of an emulated guest that is still booting
 PIECE_BYTES = 48 << 10
 LINE_BYTES_MAX = 1 << 20
+OPEN_TRIES, OPEN_EVERY_S = 60, 0.5
 SENTINEL = b"\xff"  # ends whatever a parser was in the middle of, on both sides
 
 
@@ -90,13 +91,27 @@ class GuestAgent:
         Raises:
             BackendError, ReadTimeout, ConnectionLost, RemoteProtocolError: As `execute`.
         """
-        beside = f"{agent.PATH}.new"
-        handle = await self.execute("guest-file-open", path=beside, mode="w")
-        for at in range(0, len(program), PIECE_BYTES):
-            piece = base64.b64encode(program[at : at + PIECE_BYTES]).decode()
+        folder = f"/run/barchan-{secrets.token_hex(8)}"
+        await self.execute("guest-exec", path="/bin/mkdir", arg=["-m", "700", folder])
+        files = {"agent": program, "launch": agent.LAUNCH.encode(), "start": agent.START.encode()}
+        for name, content in files.items():
+            await self._write(f"{folder}/{name}", content)
+        script = f"sh {folder}/start {folder}; rm -r {folder}"
+        await self.execute("guest-exec", path="/bin/sh", arg=["-c", script])
+
+    async def _write(self, path: str, content: bytes) -> None:
+        handle = await self._open_new(path)
+        for at in range(0, len(content), PIECE_BYTES):
+            piece = base64.b64encode(content[at : at + PIECE_BYTES]).decode()
             await self.execute("guest-file-write", handle=handle, buf_b64=piece)
         await self.execute("guest-file-close", handle=handle)
-        # Its children end with it, unless they have left its session.
-        script = f"chmod 755 {beside} && mv {beside} {agent.PATH} && mkdir -p -m 700 {agent.SPOOL_DIR}"
-        script += f" && exec setsid {agent.COMMAND}"
-        await self.execute("guest-exec", path="/bin/sh", arg=["-c", f"({script}) </dev/null >/dev/null 2>&1 &"])
+
+    async def _open_new(self, path: str) -> object:
+        """Its folder is being made by a program that nobody waits for."""
+        for _ in range(OPEN_TRIES):
+            try:
+                return await self.execute("guest-file-open", path=path, mode="w")
+            except BackendError as error:
+                refused = error
+            await asyncio.sleep(OPEN_EVERY_S)
+        raise refused

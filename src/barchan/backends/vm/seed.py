@@ -16,19 +16,6 @@ from barchan.image.template import Disk
 
 FILE = f"{Disk.FOLDER}/seed"
 LABEL = "CIDATA"  # by which cloud-init finds it
-# With and without systemd; an agent that runs already keeps the line, and this one ends.
-START = f"""#!/bin/sh
-mkdir -p /usr/local/sbin
-cp "$1/agent" {agent.PATH}.new && chmod 755 {agent.PATH}.new && mv {agent.PATH}.new {agent.PATH}
-modprobe virtio_console 2>/dev/null
-if [ -d /run/systemd/system ]; then
-    systemd-run --quiet --collect --unit barchan-agent \\
-        {" ".join(f"--property {item}" for item in agent.PROPERTIES)} {agent.COMMAND}
-else
-    mkdir -p -m 700 {agent.SPOOL_DIR}
-    setsid {agent.COMMAND} </dev/null >/dev/null 2>&1 &
-fi
-"""
 USER_DATA = f"""#cloud-config
 bootcmd:
   - [sh, -c, "mkdir -p /run/barchan-seed && mount -o ro -t vfat LABEL={LABEL} /run/barchan-seed && sh /run/barchan-seed/start /run/barchan-seed; umount /run/barchan-seed"]
@@ -37,14 +24,14 @@ bootcmd:
 
 def seed_bytes(program: bytes) -> bytes:
     """The disk, whole."""
-    instance = hashlib.sha256(program + START.encode() + USER_DATA.encode()).hexdigest()[:16]
     files = {
-        "meta-data": f"instance-id: barchan-{instance}\n".encode(),
         "user-data": USER_DATA.encode(),
-        "start": START.encode(),
+        "start": agent.START.encode(),
+        "launch": agent.LAUNCH.encode(),
         "agent": program,
     }
-    return file_system(LABEL, files)
+    instance = hashlib.sha256(b"\0".join(files.values())).hexdigest()[:16]
+    return file_system(LABEL, {"meta-data": f"instance-id: barchan-{instance}\n".encode(), **files})
 
 
 def seed_layer(folder: Path) -> HostLayer:
