@@ -70,10 +70,18 @@ async def test_another_node_takes_it_and_goes_on(clients: Clients) -> None:
     await sandbox.hibernate()
     await sandbox.push()
     assert (await sandbox.info()).phase == "hibernated"
+    with pytest.raises(barchan.NotFound, match=r"try: client\.adopt\(id\)"):
+        await other.attach(sandbox.id)
     taken = await other.adopt(sandbox.id)
     assert taken.id == sandbox.id
     assert (await taken.info()).phase == "hibernated"
+    node = await other.node_info()
+    assert (node.sandboxes_running, node.sandboxes_paused, node.sandboxes_hibernated) == (0, 0, 1)
     assert (await next_count(taken.process(process.id), 3))[0] == "43"
+    await taken.pause()
+    node = await other.node_info()
+    assert (node.sandboxes_running, node.sandboxes_paused, node.sandboxes_hibernated) == (1, 1, 0)
+    await taken.resume()
     assert await taken.files.read("/tmp/kept") == b"kept"
     assert [info.sandbox_id for info in await other.list(labels={"kept": "yes"})] == [sandbox.id]
     with pytest.raises(barchan.SandboxExpired, match="is with node"):
