@@ -144,6 +144,9 @@ class MicrovmBackend(MachineBackend):
             image=layers,
             engine={
                 "QEMU": self._qemu.version,
+                "memory": f"{spec.memory_mib} MiB",
+                "number of processors": str(vcpus),
+                "network": spec.network,
                 "kernel": self._kernel.digest,
                 "hardware": hashlib.sha256("\0".join(hardware).encode()).hexdigest()[:16],
                 "acceleration": acceleration.name,
