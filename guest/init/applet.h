@@ -22,6 +22,10 @@ int each_entry(int dir, entry_function *function, void *context);
 int split_path(const char *path, char parent[PATH_BYTES], char base[NAME_BYTES]);
 int open_dir(int at, const char *name);
 
+/* beneath.c */
+struct open_how;
+int open_beneath_of(int root, const char *name, const struct open_how *how);
+
 /* fsops.c */
 void op_stat(char **argv);
 void op_list(char **argv);

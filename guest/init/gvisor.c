@@ -1,14 +1,19 @@
 /* What is different where the kernel is gVisor's: started as root, since a change of user by the starter would take the capabilities
- * along (it knows no ambient ones), and with extended attributes that it can't tell of every file. */
+ * along (it knows no ambient ones), with extended attributes that it can't tell of every file, and control groups of its own. */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <linux/capability.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <stddef.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 
 #include "init.h"
+
+#define GROUPS "/sys/fs/cgroup"
+#define GROUP GROUPS "/pids/programs"
 
 /* Of links, and of files that the caller may not read, it answers with errors that programs like ls take for a failure. So there are none. */
 static int refuse_attributes(void)
@@ -29,12 +34,45 @@ static int refuse_attributes(void)
 	return (int)syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &(struct sock_fprog){length, program});
 }
 
+/* A control group for the guest's programs, of the only kind that this kernel enforces. Nobody but us may enter the directory of groups. */
+static int make_group(uid_t uid)
+{
+	if (chmod(GROUPS, 0700) != 0 || chown(GROUPS, uid, uid) != 0)
+		return -1;
+	return chown(GROUPS "/pids", uid, uid);
+}
+
+/* What a program joins the group by; -1 with errno. */
+int gvisor_open_group(void)
+{
+	return open(GROUP "/cgroup.procs", O_WRONLY | O_CLOEXEC);
+}
+
+int gvisor_limit_pids(const char *text)
+{
+	CLEANUP_FD int fd = open(GROUP "/pids.max", O_WRONLY | O_CLOEXEC);
+
+	return fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text) ? 0 : errno;
+}
+
+/* Its starter gives a guest's first program an environment, which everybody in the guest may read. */
+static void empty_environment(char **argv)
+{
+	static char *const none[] = {NULL};
+
+	if (environ[0] != NULL)
+		execve(argv[0], argv, none);
+}
+
 /* Become this user with the capabilities that root was given. 0, or -1 with errno. */
-int gvisor_become(uid_t uid)
+int gvisor_become(uid_t uid, char **argv)
 {
 	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
 	struct __user_cap_data_struct data[2];
 
+	empty_environment(argv);
+	if (make_group(uid) != 0)
+		return -1;
 	if (prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0) != 0 || setresgid(uid, uid, uid) != 0 || setresuid(uid, uid, uid) != 0)
 		return -1;
 	if (prctl(PR_SET_KEEPCAPS, 0, 0, 0, 0) != 0 || syscall(SYS_capget, &header, data) != 0)
@@ -44,5 +82,7 @@ int gvisor_become(uid_t uid)
 	if (syscall(SYS_capset, &header, data) != 0)
 		return -1;
 	settings.is_gvisor = true;
+	if (mkdir(GROUP, 0700) != 0)
+		return -1;
 	return refuse_attributes();
 }

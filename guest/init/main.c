@@ -317,7 +317,7 @@ static struct given {
 			usage();
 		i++;
 		if (strcmp(option, "--gvisor-uid") == 0) {
-			if (gvisor_become((uid_t)atoi(value)) != 0)
+			if (gvisor_become((uid_t)atoi(value), argv) != 0)
 				die("becoming the init's user");
 		} else if (strcmp(option, "--listen-fd") == 0)
 			given.listen = adopt_fd(value);

@@ -1,6 +1,7 @@
 /* One handler per request. A handler returns false when the body does not decode exactly; the connection then ends. */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -222,6 +223,19 @@ static bool handle_signal(uint32_t tag, struct reader *r)
 	return true;
 }
 
+/* gVisor tells nobody that a terminal has another size. */
+static void reply_resized(uint32_t tag, const struct process *process)
+{
+	pid_t group = 0;
+
+	if (settings.is_gvisor) {
+		if (ioctl(process->out[0].source.fd, TIOCGPGRP, &group) != 0 || group <= 0)
+			group = process->pid;
+		kill(-group, SIGWINCH);
+	}
+	reply_empty(REQUEST_RESIZE, tag);
+}
+
 static bool handle_resize(uint32_t tag, struct reader *r)
 {
 	struct process *process = process_by_handle(get_u32(r));
@@ -236,7 +250,7 @@ static bool handle_resize(uint32_t tag, struct reader *r)
 	else if (ioctl(process->out[0].source.fd, TIOCSWINSZ, &size) != 0)
 		reply_error(tag, errno);
 	else
-		reply_empty(REQUEST_RESIZE, tag);
+		reply_resized(tag, process);
 	return true;
 }
 

@@ -9,7 +9,6 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/syscall.h>
 
 #include "../tar/tar_reader.h"
 
@@ -53,11 +52,8 @@ static void normalise(char *name)
 static int open_beneath(const char *name, uint64_t flags)
 {
 	struct open_how how = {.flags = flags | O_CLOEXEC, .resolve = RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS};
-	int fd = (int)syscall(SYS_openat2, root, name[0] ? name : ".", &how, sizeof how);
 
-	if (fd < 0 && (errno == ENOSYS || errno == EPERM))
-		applet_fail(errno, "the kernel or its filter does not offer openat2");
-	return fd;
+	return open_beneath_of(root, name[0] ? name : ".", &how);
 }
 
 /* The directory `name`, made with every missing one on the way. */
@@ -142,7 +138,7 @@ static void check_symlink(const struct tar_entry *entry)
 
 		memcpy(parent, entry->name, (size_t)(slash - entry->name));
 		parent[slash - entry->name] = 0;
-		CLEANUP_FD int fd = (int)syscall(SYS_openat2, root, parent, &how, sizeof how);
+		CLEANUP_FD int fd = open_beneath_of(root, parent, &how);
 		if (fd < 0 && errno != ENOENT)
 			applet_fail(errno, "%.200s: a link upwards from behind a link is refused", entry->name);
 	}

@@ -142,10 +142,7 @@ class GvisorBackend(HostedBackend):
                 await sentry.load(images, SAVE_S)
             with await Sentry.of(up.outer) as sentry:  # the stored guest's kernel, which knows nothing of the other one
                 await sentry.wake()
-            handle = await self._handle(sandbox_id, spec, template, up, (images / LINE).read_bytes())
-            if spec.hostname != record.hostname:
-                await handle.guest.request(lambda tag: wire.configure(tag, hostname=spec.hostname))
-            return handle
+            return await self._handle(sandbox_id, spec, template, up, (images / LINE).read_bytes())
 
     async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> Handle:
         """See `Backend.adopt`."""
@@ -206,6 +203,7 @@ class GvisorBackend(HostedBackend):
     ) -> GvisorConnection:
         guest = GvisorConnection(spec.pids_max, up.outer.oom_kills)
         await guest.reconnect(await connect(up.outer, secret(self.host.state_dir, sandbox_id), stored))
+        await guest.request(lambda tag: wire.configure(tag, hostname=spec.hostname, pids=spec.pids_max))
         return guest
 
     async def _handle(

@@ -19,6 +19,7 @@ from barchan.errors import BackendError, ConnectionLost
 DOOR: Final = f"{DOOR_DIR}/door"
 ANSWER_S: Final = 15.0
 ANSWER_BYTES_MAX: Final = 1 << 20
+ERROR_CHARS_MAX: Final = 300
 IMAGES: Final = ("checkpoint.img", "pages_meta.img", "pages.img")  # of a memory directory, in the order of the calls
 
 
@@ -188,7 +189,8 @@ class Sentry:
         except OSError as error:
             raise ConnectionLost(f"the kernel of {self._sandbox_id} did not answer {method}: {error}") from error
         if not answer.success:
-            raise BackendError(f"the kernel of {self._sandbox_id} failed at {method}: {answer.err}")
+            why = answer.err.strip().partition("\n")[0][:ERROR_CHARS_MAX]  # stack traces follow
+            raise BackendError(f"the kernel of {self._sandbox_id} failed at {method}: {why}")
 
     async def _answer(self) -> _Answer:
         loop = asyncio.get_running_loop()

@@ -19,8 +19,8 @@ class GvisorConnection(GuestConnection):
     """See `GuestConnection`.
 
     A program whose memory the host's kernel has reclaimed by killing it ends with exit code 1 there; where the kernel's
-    count of such kills tells that it was so, the end is SIGKILL, as on Linux. And each user may have so many processes:
-    gVisor has no other limit of them that a guest's root could not change.
+    count of such kills tells that it was so, the end is SIGKILL, as on Linux. And each user may have so many processes,
+    beside the limit for all together, which that kernel counts loosely.
 
     Args:
         pids_max: Processes and threads of one user.
@@ -51,8 +51,9 @@ class GvisorConnection(GuestConnection):
 
     async def start(self, start: wire.Start, reader: Reader | None) -> GuestProcess:
         """See `GuestConnection.start`."""
+        most = self._pids_max - 1  # it does not count the first
         if not start.applet and all(limit[0] != resource.RLIMIT_NPROC for limit in start.limits):
-            start = replace(start, limits=(*start.limits, (resource.RLIMIT_NPROC, self._pids_max, self._pids_max)))
+            start = replace(start, limits=(*start.limits, (resource.RLIMIT_NPROC, most, most)))
         return await super().start(start, reader)
 
 

@@ -161,7 +161,8 @@ class GvisorHandle(HostedHandle):
         except BackendError as error:
             if shutil.disk_usage(images).free < FULL_BYTES:
                 raise self._no_room() from error
-            raise NotSnapshotable(f"the memory of {self.sandbox_id} can't be stored: {error}") from error
+            hint = "it holds a file that was removed, close it first: " if "deleted" in str(error) else ""
+            raise NotSnapshotable(f"the memory of {self.sandbox_id} can't be stored: {hint}{error}") from error
 
     def _record(self, processes: int, resident_bytes: int) -> MemoryRecord:
         host = this_host("")

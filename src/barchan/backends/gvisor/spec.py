@@ -22,7 +22,6 @@ SPOOL_SPARE_BYTES: Final = 4 << 20
 SHM_BYTES: Final = 64 << 20
 OPEN_FILES: Final = (65536, 1048576)
 PLATFORMS: Final = ("systrap", "ptrace")  # the fastest first
-PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # As guest/supervisor/privileges.c gives them; SYS_ADMIN sets the host name; DAC_OVERRIDE, which the init drops at once,
 # lets it be found in a directory that nobody else may enter.
@@ -88,7 +87,7 @@ def oci(spec: SandboxSpec) -> bytes:
         "process": {
             "user": {"uid": 0, "gid": 0},
             "cwd": "/",
-            "env": [f"PATH={PATH}"],
+            "env": [],
             "noNewPrivileges": True,
             "args": _init_words(root_bits),
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted", "inheritable"), capabilities),
@@ -105,6 +104,7 @@ def oci(spec: SandboxSpec) -> bytes:
             _mount("/dev", "tmpfs", []),
             _mount("/dev/shm", "tmpfs", ["nosuid", "nodev", "mode=1777", f"size={shm_bytes}"]),
             _mount("/sys", "sysfs", ["ro"]),
+            _mount("/sys/fs/cgroup", "cgroup", []),
             _mount(f"/{DIRECTORY}/{SPOOL}", "tmpfs", _spool_options()),
         ],
         "linux": {"namespaces": [{"type": name} for name in ("pid", "network", "ipc", "uts", "mount")]},
