@@ -16,7 +16,7 @@
 #include "applet.h"
 #include "init.h"
 
-enum { HOSTNAME_MAX = 63, TEXT_MAX = 4096 };
+enum { HOSTNAME_MAX = 63, TEXT_MAX = 16 << 10 };
 
 static struct source freezer = {.fd = -1, .kind = SOURCE_FREEZER};
 static uint32_t hold_tag;	/* of a HOLD that waits until the guest stands still */
@@ -24,6 +24,8 @@ static bool hold_waits;
 
 uint64_t machine_capabilities(void)
 {
+	if (settings.is_agent)
+		return 0;	/* it is root, and stays so */
 	if (settings.is_gvisor)
 		return UINT64_C(1) << CAP_SYS_ADMIN;
 	return settings.cgroup >= 0 ? UINT64_C(1) << CAP_SYS_ADMIN | UINT64_C(1) << CAP_DAC_READ_SEARCH : 0;
@@ -95,7 +97,7 @@ static bool read_text(int fd, char text[TEXT_MAX])
 static uint64_t number_of(int dir, const char *path, const char *name)
 {
 	CLEANUP_FD int fd = openat(dir, path, O_RDONLY | O_CLOEXEC);
-	char text[TEXT_MAX];
+	static char text[TEXT_MAX];
 	size_t len = strlen(name);
 
 	if (fd < 0 || !read_text(fd, text))
@@ -110,7 +112,7 @@ static uint64_t number_of(int dir, const char *path, const char *name)
 
 static bool is_frozen(void)
 {
-	char text[TEXT_MAX];
+	static char text[TEXT_MAX];
 
 	return read_text(freezer.fd, text) && strstr(text, "frozen 1") != NULL;
 }
