@@ -1,0 +1,130 @@
+"""What a gVisor guest is started with, what is put right of what its kernel tells, and which guests are made ahead."""
+
+import asyncio
+import os
+import signal
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+
+from barchan.backends.guest import GuestProcess
+from barchan.backends.gvisor.guest import STUB_KILLED, GvisorConnection, end_of
+from barchan.backends.gvisor.slots import READY_MAX, GvisorSlots
+from barchan.backends.gvisor.spec import OVERHEAD_MIB, PIDS_MAX, oci, outer_spec, starter_words
+from barchan.image.template import Template
+from barchan.model.sandbox import SandboxSpec
+from barchan.wire import guest as wire
+
+SPEC = SandboxSpec(template="debian", backend="gvisor", memory_mib=100)
+TEMPLATE = Template(
+    name="debian",
+    digest="d" * 64,
+    layers=(),
+    size_bytes=0,
+    created_unix_s=0.0,
+    user="root",
+    workdir="/",
+    env={},
+    source="",
+)
+
+
+def test_an_outer_has_room_for_what_runs_the_guest() -> None:
+    """And nothing of what concerns the guest's programs."""
+    spec = msgspec.structs.replace(SPEC, env={"A": "b"}, setup="true", user="agent", pids_max=PIDS_MAX)
+    outer = outer_spec(spec)
+    assert outer.memory_mib == 100 + OVERHEAD_MIB
+    assert outer.pids_max == PIDS_MAX
+    assert (outer.root, outer.env, outer.setup, outer.user) == ("capable", {}, None, None)
+
+
+@pytest.mark.parametrize(("root", "bits"), [("plain", 0), ("capable", 0x800400DB)])
+def test_a_capable_root_is_one_inside(root: str, bits: int) -> None:
+    """The init is told the same capabilities that a container's supervisor tells it, and no others."""
+    spec = msgspec.structs.replace(SPEC, root=root)
+    words = msgspec.json.decode(oci(spec))["process"]["args"]
+    assert int(words[words.index("--root-capabilities") + 1]) == bits
+
+
+@pytest.mark.parametrize(("network", "word"), [("none", "none"), ("open", "host"), ("allow", "host")])
+def test_only_a_guest_without_a_network_has_one_of_its_kernel(network: str, word: str) -> None:
+    """The others use the outer's, which is theirs alone."""
+    spec = msgspec.structs.replace(SPEC, network=network)
+    assert f"--network={word}" in starter_words(spec, "systrap")
+
+
+def test_a_signal_comes_through_the_starter() -> None:
+    """Which passes it on as a shell does."""
+    assert end_of((128 + signal.SIGKILL) << 8) == signal.SIGKILL
+    assert os.waitstatus_to_exitcode(end_of(70 << 8)) == 70
+
+
+def exit_frame(wstatus: int) -> wire.Frame:
+    return wire.Frame(kind=wire.Pushed.EXIT, tag=0, body=struct.pack("<IiQQQQQQQ", 1, wstatus, *([0] * 7)))
+
+
+async def told(kills: list[int], wstatus: int) -> int:
+    """The wait status that a program's end is told with, when the kernel's count goes through these."""
+    counts = iter(kills)
+    connection = GvisorConnection(8, lambda: next(counts))
+    process = GuestProcess(connection, "p", wire.Started(handle=1, pid=2, existing=False))
+    connection.processes[1] = process
+    connection.take(exit_frame(wstatus))
+    assert process.exit is not None
+    return process.exit.wstatus
+
+
+async def test_an_end_for_want_of_memory_is_sigkill() -> None:
+    """Where the kernel's count has risen, and only then."""
+    assert await told([0, 1], STUB_KILLED) == signal.SIGKILL
+    assert await told([1, 1], STUB_KILLED) == STUB_KILLED
+    assert await told([0], 2 << 8) == 2 << 8
+
+
+class Made:
+    """A sandbox, as far as slots look at it."""
+
+    def __init__(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> None:
+        self.sandbox_id, self.spec, self.template = sandbox_id, spec, template
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_destroyed = False
+
+    async def destroy(self) -> None:
+        self.is_destroyed = True
+
+
+async def begin(sandbox_id: str, spec: SandboxSpec, template: Template, cut: str | None) -> Any:
+    return Made(sandbox_id, spec, template)
+
+
+async def filled(slots: GvisorSlots) -> None:
+    while (await slots.keep(1, "")).ready < READY_MAX:
+        await asyncio.sleep(0.01)
+
+
+async def test_what_is_asked_for_twice_is_made_ahead() -> None:
+    """Once for each create that is alike; one that died is not given out, and one not wanted is there for the next."""
+    slots = GvisorSlots(begin)
+    for index in range(2):
+        assert slots.take(SPEC, TEMPLATE) is None
+        await slots.create(f"sb_node_{index}", SPEC, TEMPLATE, None)
+    await filled(slots)
+    assert slots.take(msgspec.structs.replace(SPEC, memory_mib=200), TEMPLATE) is None
+    first = slots.take(SPEC, TEMPLATE)
+    assert first is not None
+    assert slots.is_lent(first)
+    slots.put_back(first)
+    assert slots.take(SPEC, TEMPLATE) == first
+    handle = await slots.create(first, SPEC, TEMPLATE, None)
+    assert handle.sandbox_id == first
+    assert not slots.is_lent(first)
+    await filled(slots)
+    dead = slots.take(SPEC, TEMPLATE)
+    assert dead is not None
+    slots._lent[dead].ended.set_result(None)  # type: ignore[arg-type]
+    again = await slots.create(dead, SPEC, TEMPLATE, None)
+    assert not again.ended.done()
+    counts = await slots.keep(0, "")
+    assert (counts.claimed, counts.cold, counts.died, counts.ready) == (1, 3, 1, 0)
