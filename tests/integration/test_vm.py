@@ -81,7 +81,7 @@ async def test_only_a_disk_makes_a_machine(client: AsyncClient) -> None:
     with pytest.raises(InvalidSpec, match='backend="vm"'):
         await client.create(DISK)
     with pytest.raises(InvalidSpec, match="too little"):
-        await client.create(DISK, backend="vm", memory_mib=64)
+        await client.create(DISK, backend="vm", memory_mib=32)
 
 
 async def test_a_container_has_no_screen(client: AsyncClient) -> None:

@@ -90,7 +90,7 @@ Wants=systemd-udev-settle.service
 [Service]
 WorkingDirectory={home}
 Environment=HOME={home} DISPLAY=:0
-ExecStart=/usr/bin/xinit /usr/sbin/runuser -u {user} -- {session} -- /usr/bin/X :0 vt7 -ac
+ExecStart=/usr/bin/xinit /usr/sbin/runuser -u {user} {session} -- /usr/bin/X :0 vt7 -ac
 Restart=on-failure
 [Install]
 WantedBy=multi-user.target
