@@ -18,7 +18,7 @@ RECONNECT_POLL_S = 0.02
 
 
 class HostedHandle:
-    """See `backends.base.Handle`. A backend's own adds `connect` and what its guest can do besides.
+    """See `backends.base.Handle`. A backend's own adds `connect`, `freeze`, `thaw` and what its guest can do besides.
 
     Args:
         guest: The connection to the guest's init.
@@ -35,6 +35,12 @@ class HostedHandle:
         guest.on_lost = self.recover
         outer.ended.add_done_callback(self._outer_ended)
         runner.ended.add_done_callback(self._runner_ended)
+
+    async def freeze(self) -> None:
+        raise NotImplementedError
+
+    async def thaw(self, frozen_s: float) -> None:
+        raise NotImplementedError
 
     async def connect(self) -> socket.socket:
         """A new connection to the guest's init, on which it was greeted.
@@ -100,23 +106,8 @@ class HostedHandle:
 
     # rest
 
-    async def freeze(self) -> None:
-        """See `Handle.freeze`; the init stands still, too."""
-        await self.guest.request(wire.hold)
-        try:
-            await self.outer.freeze()
-        except BaseException:
-            await asyncio.shield(self._release(0.0))
-            raise
-        self.guest.at_work.clear()
-
-    async def thaw(self, frozen_s: float) -> None:
-        """See `Handle.thaw`."""
-        await self.outer.thaw(frozen_s)
-        await asyncio.shield(self._release(frozen_s))
-        self.guest.at_work.set()
-
     async def _release(self, frozen_s: float) -> None:
+        """Let the init's timers go on with what was left of them."""
         await self.guest.request(lambda tag: wire.thaw(tag, int(frozen_s * 1e9)))
 
     async def page_out(self) -> int:
