@@ -36,15 +36,18 @@ Cause = Literal[
     "model_garbage",
     # the task's or grader's: void
     "task_invalid",
+    "task_quarantined",
     "grader_start",
     "grader_timeout",
     "grader_crash",
     "reward_missing",
     "reward_malformed",
+    "grader_nondeterministic",
     "service_not_ready",
     "judge_unreachable",
     # whoever drives the rollout: void
     "policy_error",
+    "abandoned",
     # nobody's: cancelled
     "cancelled_user",
     "cancelled_stale",

@@ -1,16 +1,13 @@
-"""From facts to a verdict. Pure: no sandbox, no clock, no policy.
+"""From what happened to a verdict: exceptions are made findings here, and `rules` says what those mean.
 
 Two rules hold everything together. Only what the policy can have caused is scored, and then on the kernel's or the
-checker's evidence. What nobody can explain is void. A policy must gain nothing by breaking the place where it is
-graded, so a grading that ended without an answer is repeated with a known-good solution, the *control*: where that
-passes, the candidate was the cause.
+checker's evidence. What nobody can explain is void. `docs/verdicts.md` has the tables.
 """
 
-import signal
+import re
 import traceback
 from typing import Literal
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from barchan.errors import (
@@ -34,174 +31,71 @@ from barchan.errors import (
     TaskError,
     TransportError,
 )
-from barchan.model.sandbox import ExecResult
 from barchan.model.verdict import Cause, Evidence, Verdict
+from barchan.rollout.rules.causes import ENDINGS, RULES, TRUNCATING, fault_of
+from barchan.rollout.rules.checks import Checked, CheckReport, Outcome, judge
+from barchan.rollout.rules.control import UNDECIDED, Control, control_of, decided, is_undecided
+from barchan.rollout.rules.findings import Finding, verdict_of
 
-Outcome = Literal["passed", "failed", "raised", "garbled", "gone", "slow", "absent"]
+# What whoever runs and grades attempts needs of the rules.
+__all__ = [
+    "ENDINGS",
+    "TRUNCATING",
+    "UNDECIDED",
+    "CheckReport",
+    "Checked",
+    "Control",
+    "Outcome",
+    "Stage",
+    "cancelled",
+    "control_of",
+    "decided",
+    "ended_as",
+    "is_undecided",
+    "judge",
+    "scored",
+    "verdict_of_error",
+    "void",
+]
+
 Stage = Literal["setup", "create", "policy", "exec", "cleanup", "grade"]
 
-# A grading ended without an answer, be it by the artifact's doing or not: a control decides.
-UNDECIDED: frozenset[Cause] = frozenset({"grader_timeout", "grader_crash", "reward_missing", "reward_malformed"})
-# A limit of the task's cut the attempt short; it is graded as far as it came.
-TRUNCATING: frozenset[Cause] = frozenset({"turn_limit", "context_limit", "output_limit", "agent_timeout"})
-MODEL_CAUSES: tuple[Cause, ...] = ("model_unreachable", "model_refused", "model_timeout", "model_garbage")
-TASK_CAUSES: tuple[Cause, ...] = ("service_not_ready", "task_invalid")
-
-# The first class that matches gives the cause. A guest's own doing, raised by `ExecResult.check()`, is the policy's:
-# scored 0.
-_GUEST_CAUSES: tuple[tuple[type[GuestError], Cause], ...] = (
-    (ExecTimeout, "exec_timeout"),
-    (OutputLimitExceeded, "output_limit"),
-    (GuestOutOfMemory, "oom_within_limit"),
-    (GuestWrecked, "guest_wrecked"),
-    (GuestError, "completed"),
+_OF_MODEL: dict[str, Finding] = {
+    "model_unreachable": "model_away",
+    "model_refused": "model_refuses",
+    "model_timeout": "model_silent",
+    "model_garbage": "model_talks_garbage",
+}
+_OF_TASK: dict[str, Finding] = {
+    "service_not_ready": "service_silent",
+    "task_invalid": "task_contradicts_itself",
+    "task_quarantined": "task_is_quarantined",
+}
+# The first class that matches gives the finding. A guest's own doing, raised by `ExecResult.check()`, is the policy's.
+_OF_GUEST: tuple[tuple[type[GuestError], Finding], ...] = (
+    (ExecTimeout, "cpu_limit_reached"),
+    (OutputLimitExceeded, "artifact_too_large"),
+    (GuestOutOfMemory, "memory_limit_reached"),
+    (GuestWrecked, "files_no_layer"),
+    (GuestError, "program_failed"),
 )
-_VOID_CAUSES: tuple[tuple[type[BarchanError], Cause], ...] = (
-    (CapacityError, "capacity"),
-    (BootFailed, "boot_failure"),
-    (BlobUnavailable, "image_unavailable"),
-    (SandboxLost, "sandbox_lost"),
-    (RequirementMissing, "image"),
-    (BlobCorrupt, "image"),
-    (TransportError, "transport"),
-    (ProtocolError, "platform_bug"),
+_OF_PLATFORM: tuple[tuple[type[BarchanError], Finding], ...] = (
+    (CapacityError, "node_full"),
+    (BootFailed, "boot_failed"),
+    (BlobUnavailable, "image_withheld"),
+    (SandboxLost, "loss_unexplained"),
+    (RequirementMissing, "image_unusable"),
+    (BlobCorrupt, "image_unusable"),
+    (TransportError, "node_unreachable"),
+    (ProtocolError, "protocol_broken"),
 )
-
-
-class CheckReport(Struct, frozen=True):
-    """The checker's own account: how its checks ended, how many of them held, how often it called the candidate."""
-
-    outcome: Outcome
-    passed: int
-    calls: int
-    detail: str
-
-
-class Checked(Struct, frozen=True, kw_only=True):
-    """All that is known of one run of a function's checks.
-
-    Attributes:
-        report: None when the checker gave none.
-        report_malformed: The checker wrote something else. The candidate cannot write there.
-        checker: How the checker ended; None when it was not waited for.
-        candidate: How the candidate's process ended; None when it had not, soon after the checker.
-        cpu_s_max: The candidate's CPU limit, held by the kernel.
-    """
-
-    report: CheckReport | None
-    report_malformed: bool = False
-    checker: ExecResult
-    candidate: ExecResult | None
-    checks_total: int
-    cpu_s_max: int
-
-
-def judge(checked: Checked) -> Verdict:
-    """The verdict of a function's checks, as if the attempt had been completed; undecided where only a control can
-    tell the candidate's doing from the platform's.
-    """
-    evidence = _evidence(checked)
-    report = checked.report
-    if report is None and checked.report_malformed:
-        return void("platform", "reward_malformed", evidence)
-    if checked.checker.timed_out or (report is not None and report.outcome == "slow"):
-        return void("platform", "grader_timeout", evidence)
-    if report is None:
-        return void("platform", "reward_missing", evidence)
-    if report.outcome == "absent":
-        return void("platform", "grader_start", evidence)
-    if report.outcome == "passed":
-        if report.passed != checked.checks_total or report.calls == 0:
-            return void("task", "task_invalid", evidence)
-        return scored(1.0, "completed", False, evidence)
-    if report.outcome == "gone":
-        cause = _end_of_candidate(checked)
-        return void("platform", "grader_crash", evidence) if cause is None else scored(0.0, cause, False, evidence)
-    return scored(0.0, "completed", False, evidence)
-
-
-def _end_of_candidate(checked: Checked) -> Cause | None:
-    """Why the candidate's process ended in the middle of its checks; None when it may not have been its own doing."""
-    end = checked.candidate
-    if end is None:
-        return None
-    if end.oom_killed:
-        return "oom_within_limit"
-    if end.signal == signal.SIGXCPU:
-        return "exec_timeout"
-    if end.signal == signal.SIGKILL:
-        used_s = end.usage.user_s + end.usage.system_s
-        return "exec_timeout" if used_s >= checked.cpu_s_max else None
-    return "guest_wrecked"
-
-
-def _evidence(checked: Checked) -> tuple[Evidence, ...]:
-    facts: list[Evidence] = []
-    report = checked.report
-    if report is not None:
-        facts.append(Evidence(source="checker", fact="outcome", value=report.outcome))
-        facts.append(Evidence(source="checker", fact="checks_passed", value=report.passed))
-        if report.detail:
-            facts.append(Evidence(source="checker", fact="detail", value=report.detail))
-    for source, end in (("checker process", checked.checker), ("candidate process", checked.candidate)):
-        if end is None:
-            facts.append(Evidence(source=source, fact="still running", value=True))
-            continue
-        if end.exit_code or end.timed_out:
-            facts.append(Evidence(source=source, fact="exit_code", value=end.exit_code))
-        if end.oom_killed:
-            facts.append(Evidence(source=f"{source}, kernel's memory counter", fact="oom_killed", value=True))
-        if end.timed_out:
-            facts.append(Evidence(source=source, fact="timed_out", value=True))
-    if report is None and checked.checker.stderr:
-        facts.append(Evidence(source="checker process", fact="stderr", value=checked.checker.error_text[-400:]))
-    if checked.candidate is not None:
-        used_s = checked.candidate.usage.user_s + checked.candidate.usage.system_s
-        facts.append(Evidence(source="candidate process, wait status", fact="cpu_s", value=round(used_s, 4)))
-    return tuple(facts)
-
-
-class Control(Struct, frozen=True, kw_only=True):
-    """A known-good artifact of a task, graded as submissions are. `none`: the task has nothing to make one from."""
-
-    outcome: Literal["good", "wrong", "undecided", "none"]
-    verdict: Verdict | None = None
-
-
-def control_of(verdict: Verdict) -> Control:
-    """What a known-good artifact's verdict shows. Rewards above 1 are a task's own scale."""
-    if verdict.reward is None:
-        return Control(outcome="undecided", verdict=verdict)
-    return Control(outcome="good" if verdict.reward >= 1.0 else "wrong", verdict=verdict)
-
-
-def decided(first: Verdict, control: Control, second: Verdict | None = None) -> Verdict:
-    """The verdict on a submission whose grading was undecided.
-
-    Where the known-good artifact is graded as good, the submission is the cause: it is looked at once more, so that a
-    moment's stall of the host becomes no zero, and without an answer again it scores 0. Where it is not, nobody knows.
-
-    Args:
-        second: The submission's second grading, after a good control.
-    """
-    told = control.verdict.evidence if control.outcome in ("wrong", "undecided") and control.verdict else ()
-    facts = (Evidence(source="control", fact="known-good artifact", value=control.outcome), *told)
-    if control.outcome == "none" or second is None:
-        fault: Fault = {"wrong": "task", "undecided": "platform"}.get(control.outcome, first.fault)  # type: ignore[assignment]
-        crashes = (first, control.verdict)  # a task's own function that fails for the known-good artifact, too
-        if all(one is not None and (one.fault, one.cause) == ("task", "grader_crash") for one in crashes):
-            fault = "task"
-        return replace(first, fault=fault, evidence=first.evidence + facts)
-    if not is_undecided(second):
-        return replace(second, evidence=second.evidence + facts)
-    is_oom = any(item.fact == "oom_killed" and item.value is True for item in first.evidence + second.evidence)
-    cause: Cause = "exec_timeout" if second.cause == "grader_timeout" else "guest_wrecked"
-    zero = scored(0.0, "oom_within_limit" if is_oom else cause, False, second.evidence + facts)
-    return replace(zero, exposed=second.exposed)
-
-
-def is_undecided(verdict: Verdict) -> bool:
-    return verdict.status == "void" and verdict.cause in UNDECIDED
+# What a node says of a machine whose guest ended by its own act: the hypervisor's words, before any of the guest's.
+_GUEST_ENDED = re.compile(
+    r"init_died: wait status 0(?:, \d+ out-of-memory kills)?: "
+    r"(?:it was shut down from inside|its kernel panicked|its kernel restarted or panicked"
+    r"|its guest ended: (?:shutdown|guest-panicked))(?::|$)"
+)
+_HOST_FULL = re.compile(r"(?:evicted: )?the host was out of memory")
 
 
 def ended_as(verdict: Verdict, ended: Cause) -> Verdict:
@@ -209,64 +103,93 @@ def ended_as(verdict: Verdict, ended: Cause) -> Verdict:
     if verdict.status != "scored":
         return verdict
     cause = ended if verdict.cause == "completed" else verdict.cause
-    return replace(verdict, cause=cause, fault=_fault_of(cause), truncated=verdict.truncated or ended in TRUNCATING)
+    return replace(verdict, cause=cause, fault=fault_of(cause), truncated=verdict.truncated or ended in TRUNCATING)
 
 
 def verdict_of_error(error: BaseException, stage: str) -> Verdict:
-    """The verdict of a rollout that ended in an exception during `stage`. Anything unforeseen is void.
-
-    While the policy is asked, whatever is raised is the doing of the model or of who wrote the policy, and no zero.
-    """
+    """The verdict of a rollout that ended in an exception during `stage`. Anything unforeseen is void."""
     evidence: tuple[Evidence, ...] = (
         Evidence(source=f"{stage}: {type(error).__name__}", fact="message", value=str(error)[:400]),
     )
-    if isinstance(error, ModelError):
-        told = error.details.get("cause")
-        return void("model", next((cause for cause in MODEL_CAUSES if cause == told), "model_garbage"), evidence)
-    if isinstance(error, TaskError):
-        told = error.details.get("cause")
-        if "output" in error.details:
-            evidence += (Evidence(source="task", fact="output", value=error.details["output"]),)
-        return void("task", next((cause for cause in TASK_CAUSES if cause == told), "task_invalid"), evidence)
-    if stage == "policy":
+    if isinstance(error, TaskError) and "output" in error.details:
+        evidence += (Evidence(source="task", fact="output", value=error.details["output"]),)
+    finding = finding_of(error, stage)
+    if finding == "policy_raised":
         place = traceback.extract_tb(error.__traceback__)[-1:]
-        told_at = tuple(Evidence(source="policy", fact="at", value=f"{at.filename}:{at.lineno}") for at in place)
-        return void("caller", "policy_error", evidence + told_at)
+        evidence += tuple(Evidence(source="policy", fact="at", value=f"{at.filename}:{at.lineno}") for at in place)
+    fault: Fault | None = error.fault if isinstance(error, BarchanError) else None
+    if finding == "grading_broke":
+        fault = "task"
+    return verdict_of((finding,), evidence, reward=0.0 if isinstance(error, GuestError) else None, fault=fault)
+
+
+def finding_of(error: BaseException, stage: str) -> Finding:
+    """What an exception shows that was raised during `stage`.
+
+    While the policy is asked, whatever is raised is the doing of the model or of who wrote the policy, and no zero.
+    """
+    if isinstance(error, ModelError):
+        return _OF_MODEL.get(str(error.details.get("cause")), "model_talks_garbage")
+    if isinstance(error, TaskError):
+        return _OF_TASK.get(str(error.details.get("cause")), "task_contradicts_itself")
+    if stage == "policy":
+        return "policy_raised"
     if isinstance(error, GuestError):
-        if stage in ("setup", "create", "grade"):  # nothing of the policy's was running
-            return void("task", "grader_crash" if stage == "grade" else "task_invalid", evidence)
-        return scored(0.0, next(cause for cls, cause in _GUEST_CAUSES if isinstance(error, cls)), False, evidence)
+        if stage in ("setup", "create"):  # nothing of the policy's was running
+            return "task_contradicts_itself"
+        if stage == "grade":
+            return "grading_broke"
+        return next(finding for cls, finding in _OF_GUEST if isinstance(error, cls))
+    if not isinstance(error, BarchanError):
+        return "unforeseen"
     if isinstance(error, SandboxExpired):
-        return void("platform", "sandbox_expired", evidence)  # no rollout ends its sandbox before it is over
+        return "sandbox_ended"  # no rollout ends its sandbox before it is over
     if isinstance(error, NotFound) and "sandbox_id" in error.details:
-        return void("platform", "sandbox_lost", evidence)
-    if isinstance(error, BarchanError):
-        found = next((cause for cls, cause in _VOID_CAUSES if isinstance(error, cls)), None)
-        if isinstance(error, NotFound) and stage in ("setup", "create"):
-            found = "image"
-        if not {"layer", "layers"}.isdisjoint(error.details):
-            found = "image"
-        return void(error.fault, found or "unknown", evidence)
-    return void("platform", "unknown", evidence)
+        return "loss_unexplained"
+    if not {"layer", "layers"}.isdisjoint(error.details):
+        return "image_unusable"
+    if isinstance(error, NotFound):
+        return "image_unusable" if stage in ("setup", "create") else "unforeseen"
+    if isinstance(error, SandboxLost):
+        return _of_loss(error, stage)
+    return next((finding for cls, finding in _OF_PLATFORM if isinstance(error, cls)), "unforeseen")
+
+
+def _of_loss(error: SandboxLost, stage: str) -> Finding:
+    """A sandbox that is gone: by its guest's own act, for the host's want of memory, or nobody knows why."""
+    told = str(error.details.get("cause", ""))
+    if stage in ("exec", "cleanup", "grade") and _GUEST_ENDED.match(told):
+        return "grading_broke" if stage == "grade" else "guest_ended_itself"
+    if _HOST_FULL.match(told or str(error)):
+        return "host_out_of_memory"
+    return next((finding for cls, finding in _OF_PLATFORM if isinstance(error, cls)), "loss_unexplained")
 
 
 def cancelled(stage: str, reason: Literal["user", "stale", "surplus"] = "user") -> Verdict:
     """The rollout was given up by whoever ran it."""
-    causes: dict[str, Cause] = {"stale": "cancelled_stale", "surplus": "cancelled_surplus"}
-    evidence = (Evidence(source="runner", fact="stage", value=stage),)
-    return Verdict(
-        status="cancelled", reward=None, fault="none", cause=causes.get(reason, "cancelled_user"), evidence=evidence
-    )
+    findings: dict[str, Finding] = {"stale": "given_up_stale", "surplus": "given_up_surplus"}
+    return verdict_of((findings.get(reason, "given_up"),), (Evidence(source="runner", fact="stage", value=stage),))
 
 
 def void(fault: Fault, cause: Cause, evidence: tuple[Evidence, ...]) -> Verdict:
-    return Verdict(status="void", reward=None, fault=fault, cause=cause, evidence=evidence)
+    """A verdict without a reward.
+
+    Raises:
+        ValueError: The cause has one.
+    """
+    if RULES[cause].status != "void":
+        raise ValueError(f"{cause} is {RULES[cause].status}, not void")
+    return Verdict(status="void", reward=None, fault=fault_of(cause, fault), cause=cause, evidence=evidence)
 
 
 def scored(reward: float, cause: Cause, truncated: bool, evidence: tuple[Evidence, ...]) -> Verdict:
-    fault = _fault_of(cause)
+    """A verdict with the reward that a grader gave.
+
+    Raises:
+        ValueError: The cause has none, or is worth 0 and no more.
+    """
+    rule = RULES[cause]
+    if rule.status != "scored" or (rule.reward == "zero" and reward != 0.0):
+        raise ValueError(f"{cause} is {rule.status}, and gives no reward of {reward}")
+    fault = fault_of(cause)
     return Verdict(status="scored", reward=reward, fault=fault, cause=cause, truncated=truncated, evidence=evidence)
-
-
-def _fault_of(cause: Cause) -> Fault:
-    return "none" if cause == "completed" else "policy"

@@ -1,0 +1,1 @@
+"""What happened to a rollout, decided by tables: no sandbox, no clock, no policy."""
