@@ -9,10 +9,13 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup check test test-vm bench conformance drills rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
+.PHONY: setup backends check test test-vm bench conformance drills rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
 
 setup:
 	@scripts/setup.sh
+
+backends:
+	@scripts/setup.sh backends
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -32,15 +35,14 @@ test-vm: setup
 	@scripts/setup.sh test
 	$(PYTEST) -q tests/integration/test_vm.py
 
-# The whole suite on each backend that this host can run, those that take minutes among them.
-BACKENDS ?= container
-conformance: setup
-	@failed=; for backend in $(BACKENDS); do $(BIN)/barchan conformance --backend $$backend || failed="$$failed $$backend"; done; \
+# The whole suite on each backend: minutes each. BACKENDS="container gvisor" for some; vm needs a disk: docs/vm.md.
+conformance: backends
+	@failed=; for backend in $(or $(BACKENDS),container function gvisor microvm); do $(BIN)/barchan conformance --backend $$backend || failed="$$failed $$backend"; done; \
 		[ -z "$$failed" ] || { echo "not conforming:$$failed"; exit 1; }
 
 # Hostile guests on each backend, and what their neighbours notice; on a quiet machine, for minutes.
-drills: setup
-	BARCHAN_BACKENDS="$(BACKENDS)" $(PYTEST) -q -s tests/drills tests/drills/neighbours.py
+drills: backends
+	BARCHAN_BACKENDS="$(or $(BACKENDS),container function gvisor microvm)" $(PYTEST) -q -s tests/drills tests/drills/neighbours.py
 
 # Builds our own kernel for microVMs (minutes, and some build tools) and boots it; `make test` takes the distribution's.
 test-kernel: setup
@@ -114,7 +116,7 @@ bench-backends:
 	$(BIN)/python -m bench.backends --count $(or $(COUNT),20) --out $(out)/backends.json --picture $(out)/backends.png
 
 # inspect_ai's own self-check and a small evaluation, in sandboxes of each backend; BACKENDS="container gvisor" for some.
-inspect-check: setup
+inspect-check: backends
 	$(BIN)/python scripts/inspect_check.py $(addprefix --backend ,$(or $(BACKENDS),container gvisor microvm))
 
 clean:

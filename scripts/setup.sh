@@ -135,9 +135,8 @@ if [ ${#packages[@]} -gt 0 ]; then install_packages "${packages[@]}"; fi
 make_venv
 make --no-print-directory -s -C guest OUT="$PWD/src/barchan/_guest" CC="${CC:-gcc}" all
 case " $* " in *" llm "*) install_llm ;; esac
-case " $* " in *" test "*) install_stores && install_kernel ;; esac
+case " $* " in *" test "*) install_stores ;; esac
+case " $* " in *" test "* | *" backends "*) install_qemu && install_runsc && install_kernel ;; esac
 case " $* " in *" plots "*) install_plots ;; esac
 make_image
 install_criu
-install_qemu
-install_runsc
