@@ -83,6 +83,12 @@ Name=eth0
 DHCP=ipv4
 """
 SESSION = '/usr/bin/openbox --startup "xterm -geometry 80x24+40+40"'
+XORG = """Section "Device"
+    Identifier "screen"
+    Driver "modesetting"
+    Option "AccelMethod" "none"
+EndSection
+"""
 DESKTOP_SERVICE = """[Unit]
 Description=A desktop on the screen
 After=systemd-udev-settle.service
@@ -91,6 +97,8 @@ Wants=systemd-udev-settle.service
 WorkingDirectory={home}
 Environment=HOME={home} DISPLAY=:0
 ExecStart=/usr/bin/xinit /usr/sbin/runuser -u {user} {session} -- /usr/bin/X :0 vt7 -ac
+ExecStartPost=/bin/sh -c "until xprop -root; do sleep 0.3; done >/dev/null 2>&1"
+TimeoutStartSec=300
 Restart=on-failure
 [Install]
 WantedBy=multi-user.target
@@ -212,6 +220,7 @@ def _equip(root: Path, spec: DiskSpec) -> None:
     enabled = ["barchan-agent.service", "systemd-networkd.service"]
     if spec.desktop:
         _write(units / "desktop.service", DESKTOP_SERVICE.format(user=USER, home=HOME, session=SESSION))
+        _write(root / "etc/X11/xorg.conf.d/screen.conf", XORG)
         enabled.append("desktop.service")
     for name in MASKED:
         (units / name).symlink_to("/dev/null")
