@@ -34,11 +34,13 @@ class Watch:
 
     def supervisor_pid(self) -> int | None:
         """The running supervisor of this state directory; None: there is none, as before the first sandbox."""
+        found: dict[int, int] = {}
         for pid, argv in self._own_processes():
             if "--cgroup" in argv:
                 equal(argv[argv.index("--cgroup") + 1], self.cgroup, "how the backend names its cgroups")
-                return pid
-        return None
+                found[pid] = _parent(pid)
+        # Its children are called as it is until they have become something else.
+        return next((pid for pid, parent in found.items() if parent and parent not in found), None)
 
     def remains(self, *, files: frozenset[str] | None = None) -> list[str]:
         """Everything of this node that is on the host now, one line each.
@@ -125,6 +127,14 @@ class Watch:
             if target.startswith(f"{self.state_dir}/"):
                 found.append(f"{backing.parts[3]} of {target}")
         return found
+
+
+def _parent(pid: int) -> int:
+    """0 for one that has ended meanwhile."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _names(directory: Path) -> list[str]:

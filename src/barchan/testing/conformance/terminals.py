@@ -58,6 +58,7 @@ async def an_interactive_shell_draws_its_screen(lab: Lab) -> None:
         await terminal.send("echo $((6 * 7))\n")
 
         async def is_drawn() -> bool:
-            return "42" in await terminal.screen(settle_s=0.2)
+            # Behind the prompt, where that came after what was typed.
+            return any(row.endswith("42") for row in await terminal.screen(settle_s=0.2))
 
         await until(is_drawn, "the answer is on the screen", lab.s(20))
