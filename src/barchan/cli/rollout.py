@@ -46,6 +46,7 @@ def rollout(
     refill: CountOrNone = 0,
     concurrency: Count | None = None,
     graders: Count | None = None,
+    gradings: Count = 1,
     priority: Annotated[int, Parameter(validator=Number(gte=-PRIORITY_MAX, lte=PRIORITY_MAX))] = 0,
     out: Path | None = None,
     resume: Path | None = None,
@@ -108,6 +109,9 @@ def rollout(
         Agents at once. [default: 2 per CPU of this machine]
     graders
         Gradings at once. [default: as many as agents]
+    gradings
+        Grade each artifact so often; where the rewards disagree, the
+        known-good one's decide whether the least stands or none.
     priority
         Where sandboxes have to wait for their start, those of runs with a
         higher one go first: from -100 to 100.
@@ -182,6 +186,7 @@ def rollout(
         refill=refill,
         concurrency=agents,
         graders=graders or agents,
+        gradings=gradings,
         memory_mib=memory_mib,
         keep_images=keep_images,
     )

@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from barchan.cli.common import human_age, one_line, print_table
+from barchan.rollout.bias import Share
 from barchan.rollout.percentiles import Percentiles
 from barchan.rollout.summary import Summary, Tally
 from barchan.rollout.table import TaskRow, worst_first
@@ -123,6 +124,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("rollouts", _counts(summary)),
         ("mean reward", _reward(summary)),
+        *_bias(summary),
         ("groups", f"{groups.all_one} all 1, {groups.mixed} mixed, {groups.all_zero} all 0, {groups.void} void"),
         ("wall time", f"{summary.wall_s:.1f} s, {summary.rollouts_per_s:.1f} rollouts/s"),
         ("first instruction", _percentiles(summary.ttfi_ms)),
@@ -164,6 +166,29 @@ def _reward(summary: Summary) -> str:
     if summary.void:
         text += f" (void rollouts could make it {summary.reward_mean_low:.4f} to {summary.reward_mean_high:.4f})"
     return text
+
+
+def _bias(summary: Summary) -> list[tuple[str, str]]:
+    """What other treatments of lost rollouts would report, and whom the loss hit. Nothing was lost: nothing to say."""
+    bias = summary.bias
+    if not bias.void and not bias.cancelled:
+        return []
+    otherwise = (
+        f"{_number(bias.reward_if_zero, '.4f')} with voids as 0; {_number(bias.reward_if_dropped, '.4f')} without the "
+        f"{bias.groups_dropped} of {bias.groups} groups that lost one; {_number(bias.reward_by_task, '.4f')} by task"
+    )
+    return [
+        ("mean otherwise", otherwise),
+        ("lost, by difficulty", _shares(bias.by_difficulty)),
+        ("lost, by length", _shares(bias.by_length)),
+    ]
+
+
+def _shares(shares: Sequence[Share]) -> str:
+    return ", ".join(
+        f"{share.name} {share.void_rate:.1%} void" + (f", {share.cancelled_rate:.1%} cancelled" * bool(share.cancelled))
+        for share in shares
+    )
 
 
 def _percentiles(times: Percentiles) -> str:

@@ -7,7 +7,7 @@ side is no exception here: the rollout is then over, and `finish` gives the void
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -32,7 +32,7 @@ from barchan.rollout.state import AttemptState, record_of
 from barchan.rollout.task import DiffArtifact, Task
 from barchan.rollout.tools import Toolbox, Workspace
 from barchan.rollout.tools.toolbox import not_run
-from barchan.rollout.verdict import Stage, cancelled, ended_as, verdict_of_error
+from barchan.rollout.verdict import ENDINGS, Stage, cancelled, ended_as, verdict_of_error
 
 CALLS_PER_TURN_MAX = 64
 
@@ -265,8 +265,11 @@ class Rollout:
 
         Raises:
             Conflict: It was not opened.
+            InvalidSpec: No part of a policy's can end so.
         """
         state = self._state
+        if cause is not None and cause not in ENDINGS:
+            raise InvalidSpec(f"cause={cause!r}: it is none of ours, which are {', '.join(sorted(ENDINGS))}")
         if state.verdict is not None or state.ended is not None:
             return
         if self._workspace is None:
@@ -299,8 +302,6 @@ class Rollout:
         Raises:
             Conflict: It was not opened, or another process goes on with it.
         """
-        if cause is not None and cause not in get_args(Cause):
-            raise InvalidSpec(f"cause={cause!r}: it is none of ours")
         await self.hand_in(cause)
         state = self._state
         if state.verdict is not None:

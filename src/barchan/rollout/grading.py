@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import asdict, replace
 
-from barchan.errors import GuestError, TaskError
+from barchan.errors import GuestError, SandboxLost, TaskError
 from barchan.model.verdict import Evidence, Verdict
 from barchan.rollout.artifact import take, ungraded
 from barchan.rollout.graders import grader_of
@@ -17,13 +17,14 @@ from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.logged import logged
 from barchan.rollout.oracle import put_oracle_files
 from barchan.rollout.ports import Log, NoLog
+from barchan.rollout.rules.control import agreed, disagree
 from barchan.rollout.sandboxes import Sandboxes
 from barchan.rollout.services import start_services
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import FunctionGrader, Task, TestsGrader
 from barchan.rollout.tools.base import Workspace
 from barchan.rollout.tools.toolbox import Toolbox
-from barchan.rollout.verdict import Control, control_of, decided, is_undecided, verdict_of_error
+from barchan.rollout.verdict import Control, control_of, decided, finding_of, is_undecided, verdict_of_error
 
 CONTROL_AGE_S_MAX = 600.0
 
@@ -101,12 +102,16 @@ async def grade(job: GradeJob, settings: RunSettings, controls: Controls) -> Ver
 
 
 async def _grade(job: GradeJob, grading: Grading, controls: Controls) -> Verdict:
-    first = await _once(grading, job.artifact)
-    if not is_undecided(first):
-        return first
-    control = await controls.of(job.task, lambda: _control(job, grading))
-    second = await _once(grading, job.artifact) if control.outcome == "good" else None
-    return decided(first, control, second)
+    given = [await _once(grading, job.artifact)]
+    repeats = grading.settings.gradings if job.artifact.sandbox is None else 1
+    while given[-1].reward is not None and len(given) < repeats:
+        given.append(await _once(grading, job.artifact))
+    if is_undecided(given[-1]):
+        first = given.pop()
+        control = await controls.of(job.task, lambda: _control(job, grading))
+        second = await _once(grading, job.artifact) if control.outcome == "good" else None
+        given.append(decided(first, control, second))
+    return agreed(given, await _repeated_control(job, grading, repeats) if disagree(given) else ())
 
 
 async def _once(grading: Grading, artifact: Artifact) -> Verdict:
@@ -115,6 +120,16 @@ async def _once(grading: Grading, artifact: Artifact) -> Verdict:
         return await grader_of(grading.task.grader).grade(grading, artifact)
     except GuestError as error:
         return verdict_of_error(error, "grade")
+    except SandboxLost as error:
+        if finding_of(error, "grade") != "grading_broke":
+            raise
+        return verdict_of_error(error, "grade")
+
+
+async def _repeated_control(job: GradeJob, grading: Grading, times: int) -> list[Verdict]:
+    """Whether the task's own known-good artifact is graded the same each time."""
+    made = [await _control(job, grading) for _ in range(times)]
+    return [control.verdict for control in made if control.verdict is not None]
 
 
 async def _control(job: GradeJob, grading: Grading) -> Control:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Literal
 
-from barchan.errors import Conflict
+from barchan.errors import Conflict, TaskError
 from barchan.rollout.attempt import Job
 from barchan.rollout.live import AsyncRollout, ended, failed, gone_on_with, opened
 from barchan.rollout.shared import member_id
@@ -123,6 +123,9 @@ class AsyncGroup:
                 return ended(self._run, job, verdict)
             if folder.has_log(job.rollout_id):
                 return await gone_on_with(self._run, job)
+        why = self._run._part.quarantined.get(self.task.task_id)
+        if why is not None:
+            raise TaskError(f"not begun, its task is quarantined: {why}", cause="task_quarantined")
         return await opened(self._run, job)
 
 

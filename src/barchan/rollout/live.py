@@ -11,6 +11,7 @@ from barchan.rollout import carried
 from barchan.rollout.attempt import Job, Rollout
 from barchan.rollout.calls import Observation, ToolCall
 from barchan.rollout.ports import Log
+from barchan.rollout.rules.control import quarantined
 from barchan.rollout.sandboxes import Sandboxes, SandboxesState
 from barchan.rollout.shared import POLICY, SharedFolder
 from barchan.rollout.state import AttemptState
@@ -255,6 +256,8 @@ class AsyncRollout:
         self._check()
         if self.verdict is not None:
             self._part.note_over(self)
+            if why := quarantined(self.verdict):
+                self._part.quarantined[self.task.task_id] = why
         folder = self._part.folder
         if folder is None or self._is_told:
             return
@@ -347,7 +350,7 @@ async def _abandoned(run: "AsyncRun", job: Job, why: BarchanError) -> AsyncRollo
         if not isinstance(why, BlobCorrupt):  # from now on its driver, should it still be there, can't go on
             await inner.resume()
         await run._part.client.kill(labels={"run": run.name, "rollout": job.rollout_id})
-        await inner.end(void("caller", "sandbox_expired", (evidence,)))
+        await inner.end(void("caller", "abandoned", (evidence,)))
     return rollout
 
 

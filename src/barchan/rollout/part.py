@@ -44,6 +44,7 @@ class Part:
         is_owner: The lease was opened here, and is ended here.
         folder: None before the part is open, and where the run has none.
         live: Rollouts that are not over, by their ids.
+        quarantined: Tasks at which no further attempt begins in this process, and why, by their ids.
     """
 
     def __init__(self, transport: Transport, terms: RunTerms, *, is_owner: bool) -> None:
@@ -54,6 +55,7 @@ class Part:
         self.client = AsyncClient(terms.endpoint, transport=transport, lease=self.lease)
         self.folder: SharedFolder | None = None
         self.live: dict[str, AsyncRollout] = {}
+        self.quarantined: dict[str, str] = {}
         self._is_open = self._was_left = False
         self._opening = asyncio.Lock()
         self._toolboxes: dict[tuple[tuple[str, ...], ArtifactSpec], Toolbox] = {}

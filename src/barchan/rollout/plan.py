@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from barchan.model.verdict import Verdict
+from barchan.rollout.rules.causes import RULES
+from barchan.rollout.rules.control import quarantined
 
-# A void by one of these says nothing about the next try. The task's own faults and the caller's would only come again,
-# and so would an image that is not there; one whose store is slow or away may be had the next time.
+# A void by one of these says nothing about the next try, unless its cause would come again (`RULES`). The task's own
+# faults and the caller's would.
 TRIED_AGAIN = ("platform", "model")
 
 
@@ -140,7 +142,7 @@ class Plan:
         return settled
 
     def _is_tried_again(self, group: _Group, verdict: Verdict) -> bool:
-        if verdict.status != "void" or verdict.fault not in TRIED_AGAIN or verdict.cause == "image":
+        if verdict.fault not in TRIED_AGAIN or RULES[verdict.cause].retry == "never" or quarantined(verdict):
             return False
         falls_short = group.scored + len(group.live) + len(group.waiting) < self._wanted
         return falls_short and group.refills_left > 0

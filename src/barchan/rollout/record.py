@@ -58,6 +58,21 @@ class Timings(Struct, frozen=True, kw_only=True):
     ttfi_ms: float | None = None
 
 
+class Resources(Struct, frozen=True, kw_only=True):
+    """What the agent's sandbox could use. None: as the node has it.
+
+    Attributes:
+        memory_mib: Declared.
+        memory_limit_mib: Enforced: beyond it the kernel kills, which is the policy's doing.
+    """
+
+    memory_mib: int
+    memory_limit_mib: int
+    pids_max: int
+    cpus: float | None = None
+    disk_mib: int | None = None
+
+
 STAGES = ("queue", "setup", "create", "policy", "exec", "grade_queue", "grade", "total")
 
 
@@ -71,6 +86,7 @@ class RolloutRecord(Struct, frozen=True, kw_only=True):
         tool_calls: Calls by the tool's name; those of tools that are not there count as `(unknown)`.
         malformed_calls: Calls that could not be carried out as they were made.
         agent_s: The time that the agent's own programs took.
+        resources: None where no sandbox was asked for.
         artifact: The text of a file or patch, and the image's name of a `diff`; a tar is kept beside the record.
         artifact_kind: As the task's artifact is tagged; None where nothing left the sandbox.
         head_hash: Of the trajectory log's last entry, so that a log which was cut short shows.
@@ -95,6 +111,7 @@ class RolloutRecord(Struct, frozen=True, kw_only=True):
     agent_s: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    resources: Resources | None = None
     artifact: str | None = None
     artifact_kind: ArtifactKind | None = None
     head_hash: str = ""

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 from msgspec.structs import asdict, replace
 
-from barchan.errors import InvalidSpec
+from barchan.errors import InvalidSpec, TaskError
 from barchan.model.verdict import Cause, Evidence
 from barchan.rollout.attempt import Job, Rollout
 from barchan.rollout.calls import Observation
@@ -21,6 +21,7 @@ from barchan.rollout.plan import Member, Plan, Sampling
 from barchan.rollout.policies.base import Policy, Step
 from barchan.rollout.ports import Client, Log
 from barchan.rollout.record import RolloutRecord
+from barchan.rollout.rules.control import quarantined
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.summary import Waits
 from barchan.rollout.task import SharedArtifact, Task
@@ -289,6 +290,20 @@ class Runner:
         await rollout.cancel("surplus")
         self._sink(rollout.row())
 
+    async def _skip_quarantined(self, member: Member, why: str) -> None:
+        rollout = self._rollout(member)
+        await rollout.fail(TaskError(f"not begun, its task is quarantined: {why}", cause="task_quarantined"))
+        self._sink(rollout.row())
+
+    def _quarantine(self, group_index: int, why: str) -> None:
+        """Begin no further attempts at a task whose gradings nothing can be compared with."""
+        members = self._plan.drop(group_index)
+        if members:
+            task_id = self._tasks[group_index].task_id
+            self._notice(f"task {task_id} is quarantined, {len(members)} rollouts are not begun: {why}")
+        for other in members:
+            self._group.create_task(self._skip_quarantined(other, why))
+
     def _settle(self, member: Member, row: RolloutRecord) -> None:
         settled = self._plan.settle(member, row.verdict)
         if not settled.counts:
@@ -300,6 +315,9 @@ class Runner:
                 self._live[other].cancel()
         for other in settled.spare:
             self._group.create_task(self._skip(other))
+        why = quarantined(row.verdict)
+        if why:
+            self._quarantine(member.group_index, why)
         self._changed.set()
 
 

@@ -11,6 +11,7 @@ from typing import Literal, cast
 from barchan.errors import BarchanError, CapacityError, NotFound
 from barchan.model.verdict import Evidence
 from barchan.rollout.ports import Client, Sandbox
+from barchan.rollout.record import Resources
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import Environment
 from barchan.sdk.aio.client import AsyncClient
@@ -32,12 +33,14 @@ class SandboxesState:
         queue_s: All waiting for room.
         ids: All that were made, by role, in their order.
         notes: What went wrong in tidying up.
+        resources: What the agent's could use.
     """
 
     create_s: dict[Role, float] = field(default_factory=dict)
     queue_s: float = 0.0
     ids: dict[Role, list[str]] = field(default_factory=lambda: {"agent": [], "grader": [], "control": []})
     notes: tuple[Evidence, ...] = ()
+    resources: Resources | None = None
 
 
 class Sandboxes:
@@ -75,7 +78,10 @@ class Sandboxes:
         """
         state = self.state
         create_id = f"{self._create_prefix}-{role}-{len(state.ids[role])}"
-        options = self._options(role, environment, create_id)
+        resources = _resources(environment, self._settings)
+        options = self._options(role, environment, create_id, resources)
+        if role == "agent":
+            state.resources = resources
         if layers:
             options["layers"] = layers
         template = template or await self.template(environment)
@@ -95,11 +101,11 @@ class Sandboxes:
                 state.ids[role].append(sandbox.id)
                 return sandbox
 
-    def _options(self, role: Role, environment: Environment, create_id: str) -> CreateOptions:
+    def _options(self, role: Role, environment: Environment, create_id: str, resources: Resources) -> CreateOptions:
         settings = self._settings
         options: CreateOptions = {
-            "memory_mib": environment.memory_mib or settings.memory_mib,
-            "pids_max": environment.pids_max or settings.pids_max,
+            "memory_mib": resources.memory_limit_mib,
+            "pids_max": resources.pids_max,
             "ttl_s": SANDBOX_TTL_S,
             "labels": {"run": settings.run_id, "rollout": self._rollout_id, "role": role},
             "create_id": create_id,
@@ -167,3 +173,14 @@ class Sandboxes:
             yield sandbox
         finally:
             await self.end(sandbox, role)
+
+
+def _resources(environment: Environment, settings: RunSettings) -> Resources:
+    declared_mib = environment.memory_mib or settings.memory_mib
+    return Resources(
+        memory_mib=declared_mib,
+        memory_limit_mib=max(declared_mib, environment.memory_limit_mib or 0),
+        pids_max=environment.pids_max or settings.pids_max,
+        cpus=environment.cpus,
+        disk_mib=environment.disk_mib,
+    )

@@ -14,6 +14,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         refill: Times that a void attempt is tried again, in each group together, where it would else fall short.
         concurrency: Agents at once; a place is free again when the artifact has left the agent's sandbox.
         graders: Gradings at once.
+        gradings: Times that each artifact is graded, but for a `shared` one; docs/verdicts.md says what becomes of
+            rewards that disagree.
         capacity_wait_s: How long a rollout waits, in total, for a node that has no room; then it is void.
         lease_id: That of every sandbox; None: the client's own.
         keep_images: Images that hold a `diff` artifact stay on the node after the grading, so that it can be repeated.
@@ -27,6 +29,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     refill: int = 0
     concurrency: int = 16
     graders: int = 8
+    gradings: int = 1
     memory_mib: int = 512
     pids_max: int = 128
     capacity_wait_s: float = 300.0

@@ -94,6 +94,7 @@ def record_of(
         agent_s=round(state.meter.agent_s, 4),
         prompt_tokens=sum(completion.prompt_tokens for completion in state.completions),
         completion_tokens=state.meter.tokens,
+        resources=state.sandboxes.resources,
         artifact=text_of(state.artifact) if state.artifact is not None else None,
         artifact_kind=state.artifact.kind if state.artifact is not None else None,
         head_hash=state.head_hash,

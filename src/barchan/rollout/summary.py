@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 
 from msgspec import Struct
 
+from barchan.rollout.bias import Bias, BiasRow, bias_of, row_of
 from barchan.rollout.percentiles import Percentiles, percentiles
 from barchan.rollout.record import STAGES, RolloutRecord
 from barchan.rollout.table import TaskRow, TaskTally
@@ -49,6 +50,7 @@ class Summary(Struct, frozen=True, kw_only=True):
         reward_mean_low, reward_mean_high: What the mean would be if every void rollout had been 0, or 1: how far
             voiding can have moved it.
         not_started: Rollouts that a cancelled run never began.
+        bias: What voiding and cancelling did, surplus apart.
         truncated_share: Of scored rollouts.
         void_example: Per cause, what the first of them says.
         turns, tool_calls, malformed_calls, prompt_tokens, completion_tokens: Of scored and void rollouts together.
@@ -69,6 +71,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     reward_mean_by_task: float | None
     reward_mean_low: float | None
     reward_mean_high: float | None
+    bias: Bias
     truncated: int
     truncated_share: float | None
     void_by_cause: dict[str, int]
@@ -100,6 +103,7 @@ class Tally:
         self._truncated = 0
         self._groups: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
         self._tasks: dict[str, TaskTally] = {}
+        self._places: dict[tuple[int, str, int], BiasRow] = {}
         self._unscored: dict[tuple[int, str, int], tuple[str, str]] = {}
         self._times: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "ttfi")}
         self._prompt_tokens = self._completion_tokens = self._turns = self._malformed = 0
@@ -140,6 +144,7 @@ class Tally:
         place = (record.group_index, record.task_id, record.sample_index)
         if record.attempt:
             self._take_back(place, task)
+        self._places[place] = row_of(record)
         self._statuses[verdict.status] += 1
         self._causes[verdict.status][verdict.cause] += 1
         if verdict.status != "scored":
@@ -210,6 +215,7 @@ class Tally:
             reward_mean_by_task=sum(means) / len(means) if means else None,
             reward_mean_low=self._reward_sum / judged if judged else None,
             reward_mean_high=(self._reward_sum + self.void) / judged if judged else None,
+            bias=bias_of(list(self._places.values())),
             truncated=self._truncated,
             truncated_share=self._truncated / self.scored if self.scored else None,
             void_by_cause=_most_first(self._causes["void"]),

@@ -38,6 +38,8 @@ class Environment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         recipe: Made once, before the first rollout needs it; a group's members all start from it.
         root: What power root has in the agent's sandbox; see `SandboxSpec`.
         network, allow_hosts: What the agent's sandbox may reach.
+        memory_mib: What the task declares that an attempt needs.
+        memory_limit_mib: Where the kernel stops it; None, or less than declared: as declared.
     """
 
     recipe: Recipe | None = None
@@ -48,6 +50,7 @@ class Environment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     network: Network = "none"
     allow_hosts: tuple[str, ...] = ()
     memory_mib: int | None = None
+    memory_limit_mib: int | None = None
     cpus: float | None = None
     disk_mib: int | None = None
     pids_max: int | None = None

@@ -51,6 +51,7 @@ __all__ = [
     "control_of",
     "decided",
     "ended_as",
+    "finding_of",
     "is_undecided",
     "judge",
     "scored",

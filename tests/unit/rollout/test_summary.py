@@ -65,6 +65,13 @@ def test_a_task_with_voids_weighs_as_much_as_another() -> None:
     assert (summary.reward_mean, summary.reward_mean_by_task) == (0.75, 0.5)
 
 
+def test_what_was_lost_is_told_with_the_mean() -> None:
+    """What other treatments would report, of each place's last attempt."""
+    bias = summary_of(record(ONE, "a"), record(ZERO, "b"), record(VOID, "b", sample_index=1), record(VOID, "c")).bias
+    assert (bias.rollouts, bias.void, bias.reward_mean, bias.reward_if_zero) == (4, 2, 0.5, 0.25)
+    assert (bias.reward_if_dropped, bias.groups_dropped, bias.groups) == (1.0, 2, 3)
+
+
 def test_groups_are_told_by_their_signal() -> None:
     """All one, mixed, all zero, or nothing scored."""
     summary = summary_of(
