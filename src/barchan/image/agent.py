@@ -25,8 +25,9 @@ then
 fi
 exec {_COMMAND}
 """
-# For systemd. What is started through it outlives it, as a program does whose terminal is closed.
-PROPERTIES = ("OOMScoreAdjust=-1000", "Delegate=yes", "KillMode=process", "TasksMax=infinity")
+# For systemd. What is started through it outlives it, as a program does whose terminal is closed. No word of memory:
+# what the agent were spared, every program of it would be.
+PROPERTIES = ("Delegate=yes", "KillMode=process", "TasksMax=infinity")
 # In a folder with the files `agent` and `launch`: has them in their places, and starts one. An agent that runs already
 # keeps the line, and the second one ends.
 START = f"""#!/bin/sh
