@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from barchan.rollout.baselines import Normalize, group_advantages
+from barchan.rollout.bias import Bias, Places
 from barchan.rollout.record import RolloutRecord
 
 
@@ -19,6 +20,7 @@ class Advantages:
         advantages: 0 where masked.
         mask: Whether the record may be trained on: scored, in a group with enough that are.
         informative: Whether the rewards of its group differ; where they do not, all its advantages are 0.
+        bias: What voiding and cancelling did to the batch.
     """
 
     rollout_ids: list[str]
@@ -27,6 +29,7 @@ class Advantages:
     advantages: list[float]
     mask: list[bool]
     informative: list[bool]
+    bias: Bias
 
 
 def group_of(record: RolloutRecord) -> str:
@@ -57,7 +60,9 @@ def advantages(
     groups: list[str] = []
     rewards: list[float] = []
     places: defaultdict[str, set[int]] = defaultdict(set)
+    batch = Places()
     for record in records:
+        batch.add(record)
         key = group_of(record)
         rollout_ids.append(record.rollout_id)
         groups.append(key)
@@ -79,4 +84,5 @@ def advantages(
         advantages=found.advantages,
         mask=found.mask,
         informative=found.informative,
+        bias=batch.bias,
     )

@@ -85,15 +85,29 @@ def row_of(record: RolloutRecord) -> BiasRow:
     )
 
 
-def bias_of_records(records: Iterable[RolloutRecord]) -> Bias:
-    """The bias of a batch of records; of several attempts at one place, the last counts."""
-    last: dict[tuple[str, int], tuple[int, BiasRow]] = {}
-    for record in records:
+class Places:
+    """The rows of a batch: of several attempts at one place, the last."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, int], tuple[int, BiasRow]] = {}
+
+    def add(self, record: RolloutRecord) -> None:
         row = row_of(record)
         place = row.group, record.sample_index
-        if place not in last or record.attempt >= last[place][0]:
-            last[place] = record.attempt, row
-    return bias_of([row for _, row in last.values()])
+        if place not in self._last or record.attempt >= self._last[place][0]:
+            self._last[place] = record.attempt, row
+
+    @property
+    def bias(self) -> Bias:
+        return bias_of([row for _, row in self._last.values()])
+
+
+def bias_of_records(records: Iterable[RolloutRecord]) -> Bias:
+    """The bias of a batch of records."""
+    places = Places()
+    for record in records:
+        places.add(record)
+    return places.bias
 
 
 def bias_of(given: Sequence[BiasRow]) -> Bias:

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 
 from msgspec import Struct
 
-from barchan.rollout.bias import Bias, BiasRow, bias_of, row_of
+from barchan.rollout.bias import Bias, Places
 from barchan.rollout.percentiles import Percentiles, percentiles
 from barchan.rollout.record import STAGES, RolloutRecord
 from barchan.rollout.table import TaskRow, TaskTally
@@ -103,7 +103,7 @@ class Tally:
         self._truncated = 0
         self._groups: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
         self._tasks: dict[str, TaskTally] = {}
-        self._places: dict[tuple[int, str, int], BiasRow] = {}
+        self._places = Places()
         self._unscored: dict[tuple[int, str, int], tuple[str, str]] = {}
         self._times: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "ttfi")}
         self._prompt_tokens = self._completion_tokens = self._turns = self._malformed = 0
@@ -144,7 +144,7 @@ class Tally:
         place = (record.group_index, record.task_id, record.sample_index)
         if record.attempt:
             self._take_back(place, task)
-        self._places[place] = row_of(record)
+        self._places.add(record)
         self._statuses[verdict.status] += 1
         self._causes[verdict.status][verdict.cause] += 1
         if verdict.status != "scored":
@@ -215,7 +215,7 @@ class Tally:
             reward_mean_by_task=sum(means) / len(means) if means else None,
             reward_mean_low=self._reward_sum / judged if judged else None,
             reward_mean_high=(self._reward_sum + self.void) / judged if judged else None,
-            bias=bias_of(list(self._places.values())),
+            bias=self._places.bias,
             truncated=self._truncated,
             truncated_share=self._truncated / self.scored if self.scored else None,
             void_by_cause=_most_first(self._causes["void"]),
