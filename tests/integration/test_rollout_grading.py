@@ -16,6 +16,7 @@ from barchan.rollout.attempt import Job, Rollout
 from barchan.rollout.calls import ToolCall, call_to
 from barchan.rollout.pipeline import GradingPipeline
 from barchan.rollout.record import RolloutRecord
+from barchan.rollout.rules.control import quarantined
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import (
     ArtifactSpec,
@@ -142,7 +143,8 @@ async def test_no_reward_is_void_where_nothing_can_be_compared(client: AsyncClie
     row = await attempt(client, a_task(command, timeout_s=2.0), ORACLE)
     verdict = row.verdict
     assert (verdict.status, verdict.fault, verdict.cause, verdict.exposed) == ("void", "task", cause, True)
-    assert facts(verdict, "control") == {"known-good artifact": "none"}
+    assert facts(verdict, "control")["known-good artifact"] == "none"
+    assert quarantined(verdict)
 
 
 @pytest.mark.parametrize(
