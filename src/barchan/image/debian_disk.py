@@ -82,7 +82,10 @@ Name=eth0
 [Network]
 DHCP=ipv4
 """
-SESSION = '/usr/bin/openbox --startup "xterm -geometry 80x24+40+40"'
+SESSION_PATH = "usr/local/bin/desktop-session"
+SESSION = f"""#!/bin/sh
+exec runuser -u {USER} -- openbox --startup 'xterm -geometry 80x24+40+40'
+"""
 XORG = """Section "Device"
     Identifier "screen"
     Driver "modesetting"
@@ -96,7 +99,7 @@ Wants=systemd-udev-settle.service
 [Service]
 WorkingDirectory={home}
 Environment=HOME={home} DISPLAY=:0
-ExecStart=/usr/bin/xinit /usr/sbin/runuser -u {user} {session} -- /usr/bin/X :0 vt7 -ac
+ExecStart=/usr/bin/xinit /{session} -- /usr/bin/X :0 vt7 -ac
 ExecStartPost=/bin/sh -c "until xprop -root; do sleep 0.3; done >/dev/null 2>&1"
 TimeoutStartSec=300
 Restart=on-failure
@@ -219,8 +222,10 @@ def _equip(root: Path, spec: DiskSpec) -> None:
     _write(root / "etc/fstab", "/dev/vda / ext4 rw,noatime,x-systemd.growfs 0 0\n")
     enabled = ["barchan-agent.service", "systemd-networkd.service"]
     if spec.desktop:
-        _write(units / "desktop.service", DESKTOP_SERVICE.format(user=USER, home=HOME, session=SESSION))
+        _write(units / "desktop.service", DESKTOP_SERVICE.format(home=HOME, session=SESSION_PATH))
         _write(root / "etc/X11/xorg.conf.d/screen.conf", XORG)
+        _write(root / SESSION_PATH, SESSION)
+        (root / SESSION_PATH).chmod(0o755)
         enabled.append("desktop.service")
     for name in MASKED:
         (units / name).symlink_to("/dev/null")
