@@ -1,6 +1,7 @@
 """The backend of a create that leaves it to the node, and what images need of theirs; `core.choosing` decides."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -8,7 +9,7 @@ from msgspec.structs import replace
 from barchan import backends
 from barchan.backends.base import Backend, Handle
 from barchan.core.choosing import AUTO, Offer, Starts, chosen, none_fits, ranked, unfit
-from barchan.errors import InvalidSpec, RequirementMissing
+from barchan.errors import BarchanError, InvalidSpec, RequirementMissing
 from barchan.image.template import Template
 from barchan.model.sandbox import SandboxSpec
 
@@ -50,10 +51,11 @@ class Choosing:
             return spec, ""
         stored = self._sandboxes.tree.backend_of(spec)
         if stored is not None:
+            self._check_stored(spec, template, stored)
             return replace(spec, backend=stored), f"the snapshot's processes were stored by {stored}"
         unfitting: dict[str, str] = {}
         missing: dict[str, str] = {}
-        for offer in ranked(self._offer(name, template) for name in backends.names()):
+        for offer in ranked(self._offers(template, missing)):
             if why := unfit(offer, spec, template.kind, template.needs):
                 unfitting[offer.name] = why
                 continue
@@ -61,6 +63,9 @@ class Choosing:
                 await self._sandboxes.backend(offer.name)
             except RequirementMissing as error:
                 missing[offer.name] = str(error)
+                continue
+            except Exception as error:  # of the others one may run; this one's reason goes into the choice's
+                missing[offer.name] = f"it did not start: {_words(error)}"
                 continue
             if why := unfit(self._offer(offer.name, template), spec, template.kind, template.needs):
                 missing[offer.name] = f"{why} on this host"
@@ -80,6 +85,23 @@ class Choosing:
                 f"the {spec.backend} backend can't be it for image {template.name!r}, which needs {asked}: {why} "
                 '(try: backend="auto")'
             )
+
+    def _check_stored(self, spec: SandboxSpec, template: Template, stored: str) -> None:
+        """What goes on from memory boots nothing: how long a start takes does not count."""
+        wished = replace(spec, start_within_s=None)
+        if why := unfit(self._offer(stored, template), wished, template.kind, template.needs):
+            raise InvalidSpec(
+                f"the processes of {spec.template!r} were stored by the {stored} backend and go on only in it, which "
+                f"can't be what is asked for: {why} (try: a snapshot of files, or fewer wishes)"
+            )
+
+    def _offers(self, template: Template, missing: dict[str, str]) -> Iterator[Offer]:
+        """Of all backends that can be loaded; why one can't be goes into `missing`."""
+        for name in backends.names():
+            try:
+                yield self._offer(name, template)
+            except Exception as error:  # it may be a stranger's, whose package is broken
+                missing[name] = f"it can't be loaded: {_words(error)}"
 
     def _offer(self, name: str, template: Template) -> Offer:
         running = self._sandboxes.running_backend(name)
@@ -103,3 +125,7 @@ class Choosing:
             start_s=start_s,
             is_seen=is_seen,
         )
+
+
+def _words(error: Exception) -> str:
+    return f"{error}" if isinstance(error, BarchanError) else repr(error)
