@@ -7,6 +7,7 @@ import pytest
 
 from barchan.backends.container import criu, inside
 from barchan.backends.container.inside import is_place, outside_connections
+from barchan.backends.container.memory import RESTORE_S, restore_s
 from barchan.backends.container.wipe import areas_of, wipe
 from barchan.snapshot.pagemap import PAGE_BYTES, PageMap, Run, encode_pagemap
 
@@ -122,3 +123,10 @@ def test_connections_that_leave_are_told_from_those_within(monkeypatch: pytest.M
     assert outside_connections(1, "proxy") == ["8.8.8.8:443", "the proxy"]
     assert outside_connections(1, "open") == ["8.8.8.8:443"]
     assert outside_connections(1, "none") == []
+
+
+def test_a_large_memory_has_longer_to_come_back() -> None:
+    """Its pages may still be on their way from the disk while CRIU waits; what a record says is bounded."""
+    assert restore_s(0) == restore_s(-1) == RESTORE_S
+    assert restore_s(8 << 30) > RESTORE_S + 600
+    assert restore_s(1 << 90) < 1 << 20

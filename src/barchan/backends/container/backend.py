@@ -17,7 +17,7 @@ from barchan.backends.container.cut import Cutter
 from barchan.backends.container.hot import FirstReads
 from barchan.backends.container.layers import Layers
 from barchan.backends.container.lazy import LazyReader, Unavailable
-from barchan.backends.container.memory import NETWORKS, Dumping, Memory, reseed, restoring
+from barchan.backends.container.memory import ANSWER_SPARE_S, NETWORKS, Dumping, Memory, reseed, restoring
 from barchan.backends.container.outer_ids import guest_of, is_outer
 from barchan.backends.container.pager import Pager
 from barchan.backends.container.resting import Resting
@@ -308,7 +308,7 @@ class ContainerBackend:
                 self.slots.start(
                     op,
                     fds=fds,
-                    timeout_s=self._create_timeout_s,
+                    timeout_s=max(self._create_timeout_s, ANSWER_SPARE_S + int(more.get("seconds", 0))),
                     id=sandbox_id,
                     layers=":".join(layer.digest for layer in template.layers),
                     network=NETWORKS[spec.network],

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 
 DETACH_S = 15.0
 DUMP_S = 300  # CRIU's own time; beyond it the sandbox is lost
-RESTORE_S = 120
+RESTORE_S = 120  # and beyond that for its pages, which may still be on their way into the directory
+PAGES_BYTES_PER_S = 8 << 20  # at least, from a busy disk and decompressed
 ANSWER_SPARE_S = 30.0
 ENTROPY_BYTES = 64
 FIRST_FD = 12  # of the init's files: RESTORE_FILES_FD of guest/criu/restore.h
@@ -326,6 +327,11 @@ def _cpu_features() -> tuple[str, ...]:
     return ()
 
 
+def restore_s(resident_bytes: int) -> int:
+    """Seconds that the supervisor gives a restore of that much memory; no sandbox has more than a TiB."""
+    return RESTORE_S + min(max(resident_bytes, 0), 1 << 40) // PAGES_BYTES_PER_S
+
+
 @asynccontextmanager
 async def restoring(
     memory: Memory, source: Path, record: MemoryRecord, pager: PagerLink | None
@@ -358,7 +364,7 @@ async def restoring(
             "spools": len(record.files) - 2,
             "monotonic_ns": record.monotonic_ns,
             "boottime_ns": record.boottime_ns,
-            "seconds": RESTORE_S,
+            "seconds": restore_s(record.resident_bytes),
         }
         try:
             yield keys, fd
