@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from barchan.backends.qemu import ram
+from barchan.backends.qemu.machine import main_of
 from barchan.backends.qemu.ram import PAGE, Block, Process, blocks
 from barchan.errors import BackendError
 from tests.memory_dirs import page
@@ -78,9 +80,22 @@ def test_what_is_no_table_is_refused(text: str) -> None:
         blocks(text)
 
 
+def test_only_memory_that_was_given_is_saved() -> None:
+    """A QEMU that was taken over may say that it has terabytes, twice, or large devices."""
+    main, bios = Block("ram", 0, 64 << 20), Block("pc.bios", 0, 1 << 16)
+    assert main_of([main, bios], 64) == (main, [bios])
+    for said in ([bios], [main, main], [Block("ram", 0, 1 << 42)], [main, Block("vram", 0, 1 << 32)]):
+        with pytest.raises(BackendError, match="other memory than it was given"):
+            main_of(said, 64)
+
+
 @pytest.mark.requires("root")
-def test_memory_is_saved_as_it_is(mapped: tuple[int, int, bytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("pagemap_pages", [ram.PAGEMAP_PAGES, 10])
+def test_memory_is_saved_as_it_is(
+    mapped: tuple[int, int, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pagemap_pages: int
+) -> None:
     """That of a machine that booted, and that of a clone: its own pages over those of the file; the rest are holes."""
+    monkeypatch.setattr(ram, "PAGEMAP_PAGES", pagemap_pages)
     pid, address, expected = mapped
     with Process(pid) as process:
         process.save(Block("ram", address, PAGES * PAGE), tmp_path / "ram")

@@ -244,7 +244,7 @@ class MachineHandle(HostedHandle):
                 await self.guest.request(wire.hold)
             await self._detach()
             await self.machine.stop()
-            resident = await self.machine.save(target, self.shape.disk if with_disk else None)
+            resident = await self.machine.save(target, self.shape.memory_mib, self.shape.disk if with_disk else None)
             record = self._record(resident)
             await asyncio.to_thread((target / RECORD).write_bytes, msgspec.json.encode(record))
             done = True

@@ -17,7 +17,7 @@ from barchan.backends.qemu import ram
 from barchan.backends.qemu.qmp import Qmp
 from barchan.backends.qemu.ram import Block, Process
 from barchan.core.finished import finished
-from barchan.errors import BackendError, BootFailed, ConnectionLost, NotFound
+from barchan.errors import BackendError, BootFailed, ConnectionLost, NotFound, RemoteProtocolError
 from barchan.wire import guest as wire
 
 PROCESS_ID = "barchan-qemu"
@@ -92,9 +92,12 @@ class Machine:
         except NotFound as error:
             raise BootFailed(f"no QEMU was started in {outer.sandbox_id}") from error
         await machine._connect()
-        status = await machine.qmp.execute("query-status")
-        if status.get("status") in ("shutdown", "internal-error", "guest-panicked"):
-            machine._guest_gone(f"its guest ended: {status['status']}")
+        answer = await machine.qmp.execute("query-status")
+        status = answer.get("status") if isinstance(answer, dict) else None
+        if not isinstance(status, str):
+            raise RemoteProtocolError(f"QEMU's word on its guest has no status: {str(answer)[:200]}")
+        if status in ("shutdown", "internal-error", "guest-panicked"):
+            machine._guest_gone(f"its guest ended: {status}")
         return machine
 
     async def _connect(self) -> None:
@@ -158,23 +161,21 @@ class Machine:
 
     # memory directories
 
-    async def save(self, target: Path, disk: str | None) -> int:
+    async def save(self, target: Path, memory_mib: int, disk: str | None) -> int:
         """Store a stopped machine in the directory `target`; returns how many bytes its memory has there.
 
         Args:
+            memory_mib: What its guest was given: a QEMU that was taken over may say it were terabytes.
             disk: Path in the outer of the disk to be stored with it.
 
         Raises:
             BackendError: QEMU refuses, or what it left is no state. OSError: No room.
         """
-        blocks = ram.blocks(await self.qmp.execute("human-monitor-command", command_line="info ramblock"))
-        main = [block for block in blocks if block.name == MEMORY]
-        others = [block for block in blocks if block.name != MEMORY]
-        if len(main) != 1 or sum(block.size for block in others) > BLOCK_BYTES_MAX:
-            raise BackendError("QEMU's guest has other memory than it was given")
+        said = await self.qmp.execute("human-monitor-command", command_line="info ramblock")
+        main, others = main_of(ram.blocks(said), memory_mib)
         pid = await asyncio.to_thread(pid_of, self.outer.pid, self.runner.pid)
         state = self.qmp.execute("xen-save-devices-state", timeout_s=SAVE_S, filename=STATE_FILE, live=False)
-        memory = asyncio.to_thread(_save_memory, pid, main[0], others, target)
+        memory = asyncio.to_thread(_save_memory, pid, main, others, target)
         resident = await finished(_both(state, memory))
         await finished(asyncio.to_thread(self._fetch, STATE_FILE, target / STATE, STATE_BYTES_MAX))
         if disk is not None:
@@ -240,6 +241,16 @@ def _write_blocks(pid: int, there: dict[str, Block], wanted: dict[str, bytes]) -
             if block is None or block.size != len(data):
                 raise BootFailed(f"the stored machine has memory {name!r} of {len(data)} bytes, and this one has not")
             process.write(block, data)
+
+
+def main_of(blocks: Sequence[Block], memory_mib: int) -> tuple[Block, list[Block]]:
+    """The guest's main memory, and the others. Raises `BackendError`: they are not what QEMU was told to give it."""
+    main = [block for block in blocks if block.name == MEMORY]
+    others = [block for block in blocks if block.name != MEMORY]
+    sizes = [block.size for block in main]
+    if sizes != [memory_mib << 20] or sum(block.size for block in others) > BLOCK_BYTES_MAX:
+        raise BackendError(f"QEMU's guest has other memory than it was given: {sizes} bytes, not {memory_mib} MiB")
+    return main[0], others
 
 
 def pid_of(init: int, pid_inside: int) -> int:

@@ -16,6 +16,7 @@ from barchan.errors import BackendError
 
 PAGE = 4096
 PIECE_BYTES = 1 << 20
+PAGEMAP_PAGES = 1 << 16  # whose entries are read at a time: 512 KiB
 _PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61  # of /proc/PID/pagemap
 _BLOCK = re.compile(r"^\s*(\S+)\s+[0-9]+ [KMG]iB\s+(0x[0-9a-f]+)\s+(0x[0-9a-f]+)\s+(0x[0-9a-f]+)\s+(0x[0-9a-f]+)", re.M)
 BLOCKS_MAX = 64
@@ -140,20 +141,22 @@ class Process:
     def _own_pages(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Runs of pages that are the process's own, not those of the file below."""
         pagemap = self._open("pagemap", os.O_RDONLY)
+        first: int | None = None
         try:
-            entries = array("Q", _pread(pagemap, start // PAGE * 8, (end - start) // PAGE * 8))
+            for piece in range(start, end, PAGEMAP_PAGES * PAGE):
+                pages = min(PAGEMAP_PAGES, (end - piece) // PAGE)
+                entries = array("Q", _pread(pagemap, piece // PAGE * 8, pages * 8))
+                for index, entry in enumerate(entries):
+                    is_own = entry >= _SWAPPED and not entry & _OF_FILE
+                    if is_own and first is None:
+                        first = piece + index * PAGE
+                    elif not is_own and first is not None:
+                        yield first, piece + index * PAGE
+                        first = None
         finally:
             os.close(pagemap)
-        first: int | None = None
-        for index, entry in enumerate(entries):
-            is_own = entry >= _SWAPPED and not entry & _OF_FILE
-            if is_own and first is None:
-                first = index
-            elif not is_own and first is not None:
-                yield start + first * PAGE, start + index * PAGE
-                first = None
         if first is not None:
-            yield start + first * PAGE, end
+            yield first, end
 
 
 def _copy_data(source: int, offset: int, size: int, out: int, target: int) -> None:
