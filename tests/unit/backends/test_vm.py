@@ -8,10 +8,13 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from barchan.backends.vm import backend
 from barchan.backends.vm.qga import SENTINEL, GuestAgent
 from barchan.backends.vm.screen import AXIS_MAX, PNG_MAGIC, _axis, size_of
 from barchan.backends.vm.seed import FILE, seed_bytes, seed_layer
@@ -131,6 +134,49 @@ async def test_a_guest_without_that_agent_says_nothing() -> None:
     async with talk(peer) as line:
         with pytest.raises(ReadTimeout):
             await line.greet(0.05)
+
+
+@pytest.mark.parametrize("flood", [b"0\n" * 8192, (b'"' + b"x" * 900_000 + b'"\n') * 20])
+async def test_a_guest_that_floods_holds_nobody_up(flood: bytes) -> None:
+    """Others get their turns meanwhile, and after so many lines or bytes it is given up."""
+    turns = 0
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(flood)
+        await writer.drain()
+        await reader.read()
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(other())
+    async with talk(peer) as line:
+        with pytest.raises(RemoteProtocolError, match="does not answer"):
+            await line.greet(20)
+    running.cancel()
+    assert turns > 4096 if len(flood) < 1 << 20 else turns > 10
+
+
+async def test_why_an_agent_was_not_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that no agent answers from says what became of the way by QEMU's own, also if that can't be reached."""
+
+    def nowhere(outer: object, path: str) -> socket.socket:
+        raise ConnectionLost("nobody listens")
+
+    async def unanswered(machine: object, secret: bytes, within_s: float) -> socket.socket:
+        await asyncio.sleep(0.05)
+        raise ConnectionLost("no answer in 300 s")
+
+    monkeypatch.setattr(backend, "reach", nowhere)
+    monkeypatch.setattr(backend, "greeted", unanswered)
+    machine: Any = SimpleNamespace(outer=None)
+    here: Any = SimpleNamespace(boot_s=1.0)
+    with pytest.raises(ConnectionLost, match="no answer in 300 s; QEMU's guest agent did not start ours: nobody"):
+        await backend.VmBackend.first(here, machine, b"")
 
 
 def test_the_size_is_the_pictures_own() -> None:

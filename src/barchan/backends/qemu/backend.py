@@ -22,7 +22,7 @@ from barchan.backends.qemu.shape import Shape
 from barchan.backends.qemu.slots import Kind, MachineSlots, kind_of
 from barchan.backends.qemu.stored import Stored
 from barchan.core.finished import finished
-from barchan.errors import BarchanError, BootFailed, ConnectionLost, NotFound, SnapshotCorrupt
+from barchan.errors import BarchanError, BootFailed, ConnectionLost, NotFound, ReadTimeout, SnapshotCorrupt
 from barchan.image.template import Layer, Template
 from barchan.model.sandbox import SandboxSpec
 from barchan.model.snapshot import MemoryRecord
@@ -284,7 +284,7 @@ class MachineBackend(HostedBackend):
         try:
             try:
                 guest = await CountingGuest.open(await first(machine, secret))
-            except (ConnectionLost, OSError, TimeoutError) as error:
+            except (ConnectionLost, ReadTimeout, OSError, TimeoutError) as error:
                 console = (await machine.console()).strip()[-300:]
                 raise BootFailed(
                     f"the guest of {sandbox_id} does not come up: {error}; {console or machine.said()}"

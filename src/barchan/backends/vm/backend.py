@@ -23,7 +23,7 @@ from barchan.backends.vm import qga
 from barchan.backends.vm.handle import VmHandle
 from barchan.backends.vm.probe import requirements
 from barchan.backends.vm.seed import FILE, seed_layer
-from barchan.errors import BarchanError, InvalidSpec, RequirementMissing
+from barchan.errors import BarchanError, ConnectionLost, InvalidSpec, RequirementMissing
 from barchan.image import agent
 from barchan.image.disks import INITRD, KERNEL
 from barchan.image.qcow2 import empty_above
@@ -154,26 +154,15 @@ class VmBackend(MachineBackend):
 
     async def first(self, machine: Machine, secret: bytes) -> socket.socket:
         """A guest starts our agent by itself, or by the seed, or is helped to it by QEMU's own guest agent."""
-        helping = asyncio.ensure_future(self._help(machine))
+        helping = asyncio.ensure_future(help_to_agent(machine, self.boot_s))
         try:
             return await greeted(machine, secret, self.boot_s)
+        except BarchanError as error:
+            why = helping.result() if helping.done() else "QEMU's guest agent has not answered in time"
+            raise ConnectionLost(f"{error}; {why}") from error
         finally:
             helping.cancel()
-            await asyncio.gather(helping, return_exceptions=True)
-
-    async def _help(self, machine: Machine) -> None:
-        line = await qga.GuestAgent.open(reach(machine.outer, QGA_SOCKET))
-        try:
-            await line.greet(self.boot_s)
-            await asyncio.sleep(HELP_AFTER_S)
-            await line.start_agent(await asyncio.to_thread(agent.PROGRAM.read_bytes))
-        except BarchanError as error:
-            # Whoever waits for our own agent is told that it does not come; this is why one way to it failed.
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": f"QEMU's guest agent of {machine.outer.sandbox_id} did not start ours", "exception": error}
-            )
-        finally:
-            line.close()
+            await asyncio.wait({helping})
 
     async def settle(self, handle: MachineHandle) -> None:
         """See `MachineBackend.settle`; with the limits, where the agent has groups that hold programs to them."""
@@ -192,6 +181,21 @@ class VmBackend(MachineBackend):
         process = await handle.guest.start(start, None)
         await asyncio.wait({process.ended}, timeout=SETTLE_S)
         await handle.sync()
+
+
+async def help_to_agent(machine: Machine, patience_s: float) -> str:
+    """Have QEMU's guest agent start ours; what it came to, for whoever waits for ours in vain."""
+    try:
+        line = await qga.GuestAgent.open(reach(machine.outer, QGA_SOCKET))
+        try:
+            await line.greet(patience_s)
+            await asyncio.sleep(HELP_AFTER_S)
+            await line.start_agent(await asyncio.to_thread(agent.PROGRAM.read_bytes))
+        finally:
+            line.close()
+    except (BarchanError, OSError) as error:
+        return f"QEMU's guest agent did not start ours: {error}"
+    return "QEMU's guest agent was told to start ours"
 
 
 _NETWORK = (

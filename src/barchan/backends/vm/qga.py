@@ -18,6 +18,7 @@ PORT = "org.qemu.guest_agent.0"
 ANSWER_S = 30.0  # of an emulated guest that is still booting
 PIECE_BYTES = 48 << 10
 LINE_BYTES_MAX = 1 << 20
+PASSED_OVER_LINES_MAX, PASSED_OVER_BYTES_MAX = 4096, 16 << 20  # of whatever was said before it answers
 OPEN_TRIES, OPEN_EVERY_S = 60, 0.5
 SENTINEL = b"\xff"  # ends whatever a parser was in the middle of, on both sides
 
@@ -42,20 +43,27 @@ class GuestAgent:
 
         Raises:
             ReadTimeout: It does not, for `patience_s`. ConnectionLost: The machine is gone.
+            RemoteProtocolError: What answers is none.
         """
         number = secrets.randbits(31)
         asked = {"execute": "guest-sync-delimited", "arguments": {"id": number}}
         self._writer.write(SENTINEL + msgspec.json.encode(asked) + b"\n")
+        passed = 0
         try:
             async with asyncio.timeout(patience_s):
-                while True:
+                for _ in range(PASSED_OVER_LINES_MAX):
                     line = await self._line()
                     if msgspec.json.decode(line.rpartition(SENTINEL)[2]) == {"return": number}:
                         return
+                    passed += len(line)
+                    if passed > PASSED_OVER_BYTES_MAX:
+                        break
+                    await asyncio.sleep(0)  # lines that are there already are read without waiting
         except TimeoutError as error:
             raise ReadTimeout(f"the guest's QEMU agent did not answer within {patience_s:g} s") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"what answers for the guest's QEMU agent is none: {error}") from error
+        raise RemoteProtocolError(f"the guest's QEMU agent does not answer, and said {passed} bytes instead")
 
     async def execute(self, command: str, **arguments: object) -> Any:
         """Run one command; `_` in an argument's name stands for `-`.
