@@ -66,6 +66,9 @@ class Clock(Protocol):
 
     def time(self) -> float: ...
 
+    @property
+    def stalled_s(self) -> float: ...
+
     def timeout(self, delay_s: float | None, /) -> AbstractAsyncContextManager[asyncio.Timeout]: ...
 
 

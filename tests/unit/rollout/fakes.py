@@ -159,7 +159,11 @@ class FakeClock:
         pass
 
     def time(self) -> float:
-        return asyncio.get_running_loop().time() - self._client.slept_s
+        return asyncio.get_running_loop().time() - self._client.slept_s - self._client.stalled_s
+
+    @property
+    def stalled_s(self) -> float:
+        return self._client.stalled_s
 
     def timeout(self, delay_s: float | None, /) -> asyncio.Timeout:
         return asyncio.timeout(delay_s)
@@ -232,6 +236,7 @@ class FakeClient:
         self.exec_s = 0.0
         self.wake_s = 0.0  # that its sandboxes take to wake
         self.slept_s = 0.0  # so far
+        self.stalled_s = 0.0  # that its node has stood still
         self.candidate_end = result()
         self.checker_end = result()
         self.write_result = self.python_result = result()

@@ -1,14 +1,18 @@
 """A tool's limit and what it is billed are of the sandbox's own time."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import Struct
 
+from barchan.errors import ReadTimeout
 from barchan.rollout.calls import call_to
 from barchan.rollout.tools import Toolbox, ToolOutput, Workspace
+from barchan.sdk.aio.clock import AsyncSandboxClock
 from barchan.sdk.aio.shell import ShellResult
+from barchan.sdk.transport import Transport
+from barchan.wire.api import Awake
 from tests.unit.rollout.fakes import FakeClient, FakeSandbox, task
 
 pytestmark = pytest.mark.timeout(30)
@@ -49,3 +53,44 @@ async def test_a_sleep_in_the_middle_is_not_billed() -> None:
     await asyncio.sleep(0.1)
     client.slept_s = 0.4
     assert (await calling).agent_s < 0.4
+
+
+async def test_a_time_out_while_the_node_stood_still_is_no_doing_of_the_agents() -> None:
+    """Ended by its limit, though its programs could not run for so long: the platform's fault, and void. One that had
+    all of its time is told as timed out, whatever stood still besides.
+    """
+    client = FakeClient()
+    client.exec_s = 0.3
+    client.shell_result = ShellResult(exit_code=137, stdout=b"", stderr=b"", timed_out=True)
+    workspace = Workspace(FakeSandbox(client, 1), 1000)
+    for limit_s, is_void in ((0.25, True), (0.05, False)):
+        client.stalled_s = 0.0
+        calling = asyncio.create_task(BOX.call(workspace, call_to("bash", command="sleep 60"), limit_s))
+        await asyncio.sleep(0.05)
+        client.stalled_s = 0.15
+        if is_void:
+            with pytest.raises(ReadTimeout, match="could run for"):
+                await calling
+        else:
+            assert (await calling).result.status == "timed_out"
+
+
+async def test_silence_of_the_node_stops_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time goes on for as long as the node may be silent, then stands still until its next word; sleeps count once."""
+    now = 100.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    clock = AsyncSandboxClock(cast(Transport, None), "sb_1")
+    assert (clock.time(), clock.stalled_s) == (100.0, 0.0)
+    clock._take(Awake(is_awake=True, slept_s=3.0))
+    for moment, seen, stalled in ((105.0, 105.0, 0.0), (107.0, 107.0, 0.0), (130.0, 107.0, 23.0)):
+        now = moment
+        assert (clock.time(), clock.stalled_s) == (seen, stalled)
+    clock._take(Awake(is_awake=True, slept_s=3.0))
+    now = 132.0
+    assert (clock.time(), clock.stalled_s) == (109.0, 23.0)
+    clock._take(Awake(is_awake=False, slept_s=3.0))
+    now = 190.0
+    assert (clock.time(), clock.stalled_s) == (109.0, 23.0)
+    clock._take(Awake(is_awake=True, slept_s=61.0))
+    now = 191.0
+    assert (clock.time(), clock.stalled_s) == (110.0, 23.0)

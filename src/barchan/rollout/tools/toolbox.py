@@ -71,10 +71,24 @@ class Toolbox:
             started = clock.time()
             output = await _bounded(tool, workspace, arguments, timeout_s, clock)
             spent_s = clock.time() - started
+            _check_stall(call.name, output, spent_s, timeout_s, clock.stalled_s)
         return Called(
             result=_result(call, output.content, output.status, truncated=output.truncated),
             agent_s=spent_s if output.agent_s is None else min(spent_s, output.agent_s),
             submits=output.submits,
+        )
+
+
+def _check_stall(name: str, output: ToolOutput, spent_s: float, timeout_s: float, stalled_s: float) -> None:
+    """A time limit is the agent's doing only where its programs could run for so long.
+
+    Raises:
+        ReadTimeout: The platform stood still for a part of it.
+    """
+    if output.status == "timed_out" and stalled_s > 0 and spent_s < timeout_s:
+        raise ReadTimeout(
+            f"tool {name} was ended after {timeout_s:g} s, in which its programs could run for {spent_s:.1f} s: "
+            f"the node did not answer for {stalled_s:.1f} s and more"
         )
 
 

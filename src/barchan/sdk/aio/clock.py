@@ -1,4 +1,4 @@
-"""A sandbox's own time, which stands still while the platform has the sandbox asleep."""
+"""A sandbox's own time, which stands still while the platform has the sandbox asleep, or is itself at a standstill."""
 
 import asyncio
 import math
@@ -19,6 +19,7 @@ INFO = Call("info", SandboxInfo)
 AWAKE = Call("awake", Awake)
 WAKE_TIMEOUT_S = 120.0  # others of the node may have their turn first
 _QUIET_S = 30.0  # the node says something every 5 s
+_SILENCE_S_MAX = 7.0  # longer is no lateness: the node, the host or this process stands still
 _AGAIN_S = 0.05
 _LOOK_S = 5.0
 
@@ -51,7 +52,8 @@ async def in_its_time(transport: Transport, sandbox_id: str, call: Coroutine[Any
 class AsyncSandboxClock:
     """As a context it wakes the sandbox, and keeps it awake but from a sleep that somebody asks for.
 
-    Times are seconds of the event loop's clock, without those that the sandbox slept. For the loop it is entered on.
+    Times are seconds of the event loop's clock, without those that the sandbox slept, and without those for which the
+    node was silent beyond 7 s. For the loop it is entered on.
 
     Raises:
         SandboxExpired, SandboxLost: It has ended. CapacityError, ReadTimeout, ...: It can't be woken.
@@ -62,6 +64,8 @@ class AsyncSandboxClock:
         self._sandbox_id = sandbox_id
         self._bounds: dict[asyncio.Timeout, float] = {}
         self._slept_s = 0.0
+        self._stalled_s = 0.0
+        self._heard_at: float | None = None  # the node's last word; None where none is waited for
         self._asleep_at: float | None = None
         self._told_s: float | None = None  # what the node's count was when this one's was 0
         self._follower: asyncio.Task[None] | None = None
@@ -69,7 +73,20 @@ class AsyncSandboxClock:
     def time(self) -> float:
         """Seconds since some moment."""
         now = asyncio.get_running_loop().time()
-        return (now if self._asleep_at is None else self._asleep_at) - self._slept_s
+        if self._asleep_at is not None:
+            return self._asleep_at - self._slept_s - self._stalled_s
+        return now - self._slept_s - self._stalled_s - self._silent_s(now)
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the node was silent, beyond what is allowed, since this was made."""
+        return self._stalled_s + self._silent_s(asyncio.get_running_loop().time())
+
+    def _silent_s(self, now: float) -> float:
+        """For how long the node has been silent without a reason."""
+        if self._heard_at is None or self._asleep_at is not None:
+            return 0.0
+        return max(0.0, now - self._heard_at - _SILENCE_S_MAX)
 
     @asynccontextmanager
     async def timeout(self, delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
@@ -125,12 +142,20 @@ class AsyncSandboxClock:
                 await asyncio.sleep(_AGAIN_S)
                 response = await self._open(again=True)
         finally:
+            self._hear()
+            self._heard_at = None
             self._go_on()
 
     def _records(self, response: Response) -> AsyncGenerator[Awake, None]:
         return records(response, AWAKE, quiet_s=_QUIET_S)
 
+    def _hear(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._stalled_s += self._silent_s(now)
+        self._heard_at = now
+
     def _take(self, note: Awake) -> None:
+        self._hear()
         self._go_on()
         if self._told_s is None or note.slept_s < self._told_s + self._slept_s:
             self._told_s = note.slept_s - self._slept_s  # the first word, or that of a node which counts anew
