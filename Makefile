@@ -9,7 +9,7 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup backends check test test-vm bench conformance drills rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
+.PHONY: setup backends check test test-vm bench conformance drills hacks rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
 
 setup:
 	@scripts/setup.sh
@@ -43,6 +43,12 @@ conformance: backends
 # Hostile guests on each backend, and what their neighbours notice; on a quiet machine, for minutes.
 drills: backends
 	BARCHAN_BACKENDS="$(or $(BACKENDS),container function gvisor microvm)" $(PYTEST) -q -s tests/drills tests/drills/neighbours.py
+
+# Every attack on rewards that we know how to make, and its honest twin, as a table and as JSON.
+HACKS_OUT ?= build/hacks.json
+hacks: setup
+	@mkdir -p $(dir $(HACKS_OUT))
+	$(BIN)/python -m tests.hacks --json $(HACKS_OUT)
 
 # Builds our own kernel for microVMs (minutes, and some build tools) and boots it; `make test` takes the distribution's.
 test-kernel: setup

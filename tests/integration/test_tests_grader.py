@@ -195,7 +195,7 @@ async def test_the_reference_passes(client: AsyncClient, the_task: Task, origin:
     assert (verdict.status, verdict.reward, verdict.cause) == ("scored", 1.0, "completed"), verdict
     counts = {"f2p_passed": 3.0, "f2p_total": 3.0, "p2p_passed": 2.0, "p2p_total": 2.0, "runner_files": 0.0}
     assert verdict.metrics == counts
-    assert [(item.fact, item.value) for item in verdict.evidence] == [("exit_code", 0)]
+    assert [(item.fact, item.value) for item in verdict.evidence] == [("exit_code", 1)]  # of the sentinel
     assert verdict.exposed
 
 
@@ -206,7 +206,7 @@ async def test_nothing_done_is_zero(client: AsyncClient, the_task: Task) -> None
     assert (verdict.metrics["f2p_passed"], verdict.metrics["p2p_passed"]) == (0.0, 2.0)
     assert facts(verdict, "not passed, failed") == list(FAIL_TO_PASS)
     assert facts(verdict, "exit_code") == [1]
-    assert "3 failed, 2 passed" in str(facts(verdict, "output"))
+    assert "4 failed, 2 passed" in str(facts(verdict, "output"))
 
 
 WEAK: dict[str, dict[str, str | None]] = {
@@ -238,14 +238,27 @@ async def test_what_the_environment_made_is_no_obstacle(client: AsyncClient, the
     assert (await graded(client, the_task, patch(origin, also))).reward == 1.0
 
 
-async def test_files_that_steer_the_runner_are_told(client: AsyncClient, the_task: Task, origin: Path) -> None:
-    """They stay, since real changes have some; the verdict names them."""
-    hook = "import pytest\n\n\n@pytest.fixture(autouse=True)\ndef _nothing():\n    yield\n"
+async def test_files_that_steer_the_runner_are_put_back(client: AsyncClient, the_task: Task, origin: Path) -> None:
+    """They are as base has them, or gone, and the verdict names them; those that the reference changes stay."""
+    hook = "raise SystemExit(0)\n"
     files = {"conftest.py": hook, "calc/sitecustomize.py": "", "pytest/x.py": "", "a.pth": "", "calc/contest.py": ""}
-    verdict = await graded(client, the_task, patch(origin, {**files, "calc/__init__.py": FIXED}))
-    assert facts(verdict, "files that steer the runner") == ["a.pth, calc/sitecustomize.py, conftest.py, pytest/x.py"]
-    assert verdict.metrics["runner_files"] == 4.0
-    assert verdict.exposed
+    data = patch(origin, {**files, "calc/__init__.py": FIXED})
+    verdict = await graded(client, the_task, data)
+    told = ["a.pth, calc/sitecustomize.py, conftest.py, pytest/x.py"]
+    assert facts(verdict, "put back: files that steer the runner") == told
+    assert (verdict.reward, verdict.metrics["runner_files"], verdict.exposed) == (1.0, 4.0, True)
+    with_conftest = patch(origin, {"calc/__init__.py": FIXED, "conftest.py": "# theirs\n"}).decode()
+    verdict = await graded(client, changed(the_task, reference=with_conftest), data)
+    assert (verdict.status, verdict.cause) == ("void", "reward_missing"), verdict
+
+
+async def test_a_runner_that_lets_all_pass_is_found_out(client: AsyncClient, the_task: Task, origin: Path) -> None:
+    """The test that must fail is said to have passed: that is proof, and worth 0."""
+    sly = "import _pytest.reports as r\n\n_made = r.TestReport.from_item_and_call.__func__\n\n\n"
+    sly += "def always(cls, item, call):\n    call.excinfo = None\n    return _made(cls, item, call)\n\n\n"
+    sly += "r.TestReport.from_item_and_call = classmethod(always)\n\n\ndef add(a, b): pass\n\n\ndef sub(a, b): pass\n"
+    verdict = await graded(client, the_task, patch(origin, {"calc/__init__.py": sly}))
+    assert (verdict.status, verdict.reward, verdict.cause) == ("scored", 0.0, "integrity_violation"), verdict
 
 
 LINKED = b"""diff --git a/out b/out

@@ -14,6 +14,7 @@ from barchan.model.verdict import Evidence, Verdict
 from barchan.rollout.artifact import take, ungraded
 from barchan.rollout.graders import grader_of
 from barchan.rollout.graders.base import Artifact, Grading
+from barchan.rollout.integrity.imported import signs_of_artifact
 from barchan.rollout.logged import logged
 from barchan.rollout.oracle import put_oracle_files
 from barchan.rollout.ports import Log, NoLog
@@ -98,7 +99,8 @@ async def grade(job: GradeJob, settings: RunSettings, controls: Controls) -> Ver
         lambda: _grade(job, grading, controls),
         lambda verdict: {**asdict(verdict), "sandbox_ids": job.sandboxes.state.ids["grader"]},
     )
-    return replace(verdict, evidence=verdict.evidence + job.artifact.notes)
+    signs = await asyncio.to_thread(signs_of_artifact, job.task, job.artifact)
+    return replace(verdict, evidence=verdict.evidence + job.artifact.notes + signs)
 
 
 async def _grade(job: GradeJob, grading: Grading, controls: Controls) -> Verdict:

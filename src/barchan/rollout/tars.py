@@ -4,12 +4,14 @@ Both ends look at every entry: what leaves the agent's sandbox is cleaned (what 
 enters a grader's is checked (what may not travel is refused), since the tar may have lain in a folder in between.
 """
 
+import hashlib
 import io
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
 
@@ -74,6 +76,44 @@ def unpacked(data: bytes, paths: Sequence[str], bytes_max: int) -> tuple[Tree, .
     if any(not any(_is_at(member.name, top) for top in tops.values()) for member, _ in members):
         raise InvalidSpec("the artifact holds paths that the task does not declare")
     return tuple(tree for path, top in tops.items() if (tree := _tree(path, top, members)) is not None)
+
+
+def contents(data: bytes) -> dict[str, tuple[int, str]]:
+    """Sizes and digests of a tar's regular files, by name.
+
+    Raises:
+        tarfile.TarError: It is none.
+    """
+    return {
+        member.name: (len(content), hashlib.sha256(content).hexdigest())
+        for member, content in _members(data)
+        if member.isreg() and not member.issparse()
+    }
+
+
+def regular(tree: Tree) -> dict[str, bytes]:
+    """The regular files of a tree, by their paths in it; a tree that is a file has none.
+
+    Raises:
+        tarfile.TarError: Its bytes are no tar.
+    """
+    if not tree.is_folder:
+        return {}
+    return {member.name: content for member, content in _members(tree.data) if member.type == tarfile.REGTYPE}
+
+
+def replaced(tree: Tree, files: Mapping[str, bytes | None]) -> Tree:
+    """A folder's tree with other contents of some of its files; None leaves one out."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for member, content in _members(tree.data):
+            given = files.get(member.name, content)
+            if given is None:
+                continue
+            kept = copy(member)
+            kept.size = len(given)
+            tar.addfile(kept, io.BytesIO(given))
+    return replace(tree, data=out.getvalue())
 
 
 def _tree(path: str, top: str, members: list[tuple[tarfile.TarInfo, bytes]]) -> Tree | None:

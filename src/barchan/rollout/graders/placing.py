@@ -12,13 +12,15 @@ from msgspec.structs import replace
 from barchan.errors import BarchanError, Denied, GuestWrecked, NotFound, TaskError
 from barchan.model.sandbox import Network, Root
 from barchan.rollout.graders.base import Artifact, Grading
+from barchan.rollout.integrity.imported import hooks_of
 from barchan.rollout.ports import Sandbox
-from barchan.rollout.tars import Tree, unpacked
+from barchan.rollout.tars import Tree, replaced, unpacked
 from barchan.rollout.task import FileArtifact, FilesArtifact, Task
 from barchan.rollout.tools.base import is_guests_doing
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.recipe import Put, Recipe
 
+HOOK_BYTES_MAX = 1 << 20
 PATCH_FILE = "/tmp/artifact.patch"  # where a patch lies for whoever grades it by a script or function
 
 
@@ -79,7 +81,28 @@ async def place(sandbox: Sandbox, artifact: Artifact, task: Task) -> None:
         await _write(sandbox, spec.path, artifact.data, 0o644)
     elif isinstance(spec, FilesArtifact):
         for tree in unpacked(artifact.data, spec.paths, spec.bytes_max):
-            await _replace(sandbox, tree)
+            await _replace(sandbox, await _disarmed(sandbox, tree))
+
+
+async def _disarmed(sandbox: Sandbox, tree: Tree) -> Tree:
+    """A folder whose files that run by themselves are as the environment has them: gone, where it has none. A path that
+    the task declares by itself is a tree of its own, and stays.
+    """
+    hooks = await asyncio.to_thread(hooks_of, (tree,))
+    if not hooks:
+        return tree
+    files = sandbox.files.as_user("root")
+    base: dict[str, bytes | None] = {}
+    for name in hooks:
+        path = posixpath.join(tree.path, name)
+        base[name] = None
+        try:
+            if (await files.stat(path)).kind == "file":
+                base[name] = await files.read(path, length=HOOK_BYTES_MAX)
+        except BarchanError as error:
+            if not is_guests_doing(error):
+                raise
+    return await asyncio.to_thread(replaced, tree, base)
 
 
 async def _write(sandbox: Sandbox, path: str, data: bytes, mode: int) -> None:
@@ -90,11 +113,20 @@ async def _write(sandbox: Sandbox, path: str, data: bytes, mode: int) -> None:
 
 
 async def _replace(sandbox: Sandbox, tree: Tree) -> None:
-    """What the environment has there goes: what the agent has removed is gone as well."""
-    await clear(sandbox, tree.path)
+    """What the environment has there goes: what the agent has removed is gone as well. A folder itself stays, since it
+    may be the one that programs start in.
+    """
     if not tree.is_folder:
+        await clear(sandbox, tree.path)
         await _write(sandbox, tree.path, tree.data, tree.mode)
         return
+    if await _is_emptied(sandbox, tree.path):
+        try:
+            await sandbox.files.write_tar(tree.path, tree.data)
+        except Denied:
+            await sandbox.files.as_user("root").write_tar(tree.path, tree.data)
+        return
+    await clear(sandbox, tree.path)
     files = sandbox.files
     try:
         await files.mkdir(tree.path)
@@ -102,6 +134,26 @@ async def _replace(sandbox: Sandbox, tree: Tree) -> None:
         files = sandbox.files.as_user("root")
         await files.mkdir(tree.path)
     await files.write_tar(tree.path, tree.data)
+
+
+async def _is_emptied(sandbox: Sandbox, path: str) -> bool:
+    """Remove what a folder holds; False where there is no folder."""
+    for user in (None, "root"):
+        files = sandbox.files.as_user(user)
+        try:
+            if (await files.stat(path)).kind != "directory":
+                return False
+            entries = await files.list(path)
+        except NotFound as error:
+            if "errno" not in error.details:
+                raise
+            return False
+        except Denied:
+            continue
+        for entry in entries:
+            await clear(sandbox, posixpath.join(path, posixpath.basename(entry.path)))
+        return True
+    return False
 
 
 async def clear(sandbox: Sandbox, path: str) -> None:

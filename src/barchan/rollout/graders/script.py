@@ -22,6 +22,10 @@ from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.graders.placing import clear, placed, put
 from barchan.rollout.graders.prepared import OFFLINE, image_name
 from barchan.rollout.graders.reward import reward_of
+from barchan.rollout.integrity.layer import changed, layer_of, proof
+from barchan.rollout.integrity.leftovers import outlived, programs
+from barchan.rollout.integrity.protected import base_listing, listing_of, sign, suspects
+from barchan.rollout.integrity.signs import BYTES_MAX, SOURCE, names_grader, tar_text
 from barchan.rollout.ports import Sandbox
 from barchan.rollout.services import start_services
 from barchan.rollout.task import ScriptGrader
@@ -33,6 +37,7 @@ OUTPUT_BYTES_MAX = 64 << 10
 FILES_TIMEOUT_S = 120.0
 TAIL_CHARS = 800
 ENDS_AT_ONCE = 16
+SIGNALLED = 128  # exit codes above it
 
 
 class NoReward(Struct, frozen=True):
@@ -72,7 +77,8 @@ class ScriptGrading:
             allow_hosts=spec.allow_hosts,
             root="capable" if spec.installs else "plain",
         ) as sandbox:
-            return await self._in(sandbox, grading, is_shared=artifact.sandbox is not None)
+            signs = await _left_by_agent(sandbox, grading, artifact, ())
+            return _with(await self._in(sandbox, grading, is_shared=artifact.sandbox is not None), signs)
 
     async def _prepared(self, grading: Grading, artifact: Artifact) -> Verdict:
         """Over what `prepare` has kept, where it has; an artifact that does not go over that is graded without."""
@@ -87,7 +93,8 @@ class ScriptGrading:
         try:
             async with placed(grading, artifact, recipe=spec.recipe, root="capable", layers=(name,)) as sandbox:
                 is_made = True
-                return await offline._in(sandbox, grading, is_shared=False)
+                signs = await _left_by_agent(sandbox, grading, artifact, (name,))
+                return _with(await offline._in(sandbox, grading, is_shared=False), signs)
         except (NotFound, Conflict) as error:
             if is_made or "sandbox_id" in error.details:
                 raise
@@ -118,9 +125,14 @@ class ScriptGrading:
             await in_time(self._prepare(sandbox, grading), FILES_TIMEOUT_S)
             if self._spec.services and not is_shared:
                 await start_services(sandbox, grading.task.environment.services, grading.log)
+            sealed = await layer_of(sandbox, self._spec.files)
+            before, listed = await programs(sandbox), await listing_of(sandbox)
             result = await self._run(sandbox)
+            left = await outlived(sandbox, before)
+            swapped = () if self._spec.installs else suspects(listed, await listing_of(sandbox))
             if not is_shared:
                 await _end_all(sandbox)
+            tampered = await in_time(changed(sandbox, sealed), FILES_TIMEOUT_S)
             found: tuple[float, dict[str, float]] | NoReward = NoReward("grader_timeout", "")
             if not result.timed_out:
                 found = await in_time(self._reward(sandbox), FILES_TIMEOUT_S)
@@ -130,11 +142,22 @@ class ScriptGrading:
             told = Evidence(source=f"grader: {type(error).__name__}", fact="message", value=str(error)[:400])
             return void("task", "grader_crash", (told,))
         evidence = _evidence(result, self._spec)
+        if tampered:
+            return scored(0.0, "integrity_violation", False, (proof(tampered), *evidence))
+        if left and not is_shared:
+            evidence += (Evidence(source=SOURCE, fact="sign: programs outlived the grader's command", value=left),)
+        evidence += sign("while it was graded", swapped)
         if isinstance(found, NoReward):
             if found.why:
                 evidence += (Evidence(source="reward file", fact=found.cause, value=found.why[:400]),)
             return void("task", found.cause, evidence)
         reward, metrics = found
+        if reward > 0 and (result.signal is not None or result.exit_code > SIGNALLED):
+            # It did not come to its own end, so nobody knows who has written this.
+            told = Evidence(
+                source="grader's command", fact="ended by a signal, beside a reward", value=result.exit_code
+            )
+            return void("task", "grader_crash", (*evidence, told))
         return scored(reward, "completed", False, evidence).with_metrics(metrics)
 
     async def _prepare(self, sandbox: Sandbox, grading: Grading) -> None:
@@ -174,6 +197,31 @@ class ScriptGrading:
             data = await files.read(path, length=REWARD_BYTES_MAX)
             return parsed(data, is_json=path == self._spec.reward_json)
         return NoReward("reward_missing", "the command has written none")
+
+
+async def _left_by_agent(
+    sandbox: Sandbox, grading: Grading, artifact: Artifact, layers: tuple[str, ...]
+) -> tuple[Evidence, ...]:
+    """What a layer of the agent's puts in place of what graders run by."""
+    if artifact.kind != "diff" or not artifact.image:
+        return ()
+    base = await base_listing(grading, layers)
+    found = sign("by the agent", suspects(base, await listing_of(sandbox)))
+    grader, workdir = grading.task.grader, grading.task.environment.workdir
+    if workdir is None or not workdir.strip("/") or not isinstance(grader, ScriptGrader):
+        return found
+    try:
+        tar = await sandbox.files.as_user("root").read_tar(workdir, max_bytes=BYTES_MAX)
+    except BarchanError as error:
+        if not is_guests_doing(error):
+            raise
+        return found  # the agent's folder is gone, or too large to be looked through
+    text = await asyncio.to_thread(tar_text, tar)
+    return found + names_grader(text, [item.path for item in grader.files])
+
+
+def _with(verdict: Verdict, signs: tuple[Evidence, ...]) -> Verdict:
+    return replace(verdict, evidence=verdict.evidence + signs)
 
 
 def parsed(data: bytes, *, is_json: bool) -> tuple[float, dict[str, float]] | NoReward:

@@ -1,0 +1,41 @@
+"""What an artifact brings along beside the answer. Pure."""
+
+import tarfile
+from collections.abc import Sequence
+
+from barchan.errors import InvalidSpec
+from barchan.model.verdict import Evidence
+from barchan.rollout.graders.base import Artifact
+from barchan.rollout.integrity.hooks import runs_by_itself
+from barchan.rollout.integrity.signs import BYTES_MAX, SOURCE, names_grader, signs_of, tar_text
+from barchan.rollout.tars import Tree, regular, unpacked
+from barchan.rollout.task import FilesArtifact, FunctionGrader, ScriptGrader, Task
+
+
+def hooks_of(trees: Sequence[Tree]) -> tuple[str, ...]:
+    """Files of folders that run by themselves, by their paths in them."""
+    return tuple(
+        name for tree in trees for name, content in regular(tree).items() if runs_by_itself(name, content[: 1 << 16])
+    )
+
+
+def signs_of_artifact(task: Task, artifact: Artifact) -> tuple[Evidence, ...]:
+    """What speaks against an artifact, and what of it was put back before it was graded. A function's candidate runs
+    where it reaches nothing, whatever it tries: nothing is said of one.
+    """
+    if isinstance(task.grader, FunctionGrader) or not artifact.data:
+        return ()
+    spec = task.artifact
+    paths = [item.path for item in task.grader.files] if isinstance(task.grader, ScriptGrader) else []
+    if not isinstance(spec, FilesArtifact):
+        text = artifact.data[:BYTES_MAX].decode("utf-8", "replace")
+        return signs_of(artifact.kind, artifact.data) + names_grader(text, paths)
+    try:
+        hooks = hooks_of(unpacked(artifact.data, spec.paths, spec.bytes_max))
+        found = signs_of(artifact.kind, artifact.data) + names_grader(tar_text(artifact.data), paths)
+    except (InvalidSpec, tarfile.TarError):
+        return ()  # the grader has refused it, and said so
+    if hooks:
+        told = ", ".join(hooks)[:400]
+        found += (Evidence(source=SOURCE, fact="put back: files that run by themselves", value=told),)
+    return found
