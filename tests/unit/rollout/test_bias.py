@@ -2,7 +2,9 @@
 
 import pytest
 
+from barchan.cli.rollout_report import print_summary
 from barchan.rollout.bias import BiasRow, bias_of, bias_of_records
+from barchan.rollout.summary import Tally
 from barchan.rollout.verdict import cancelled, scored, void
 from tests.unit.rollout.test_summary import record
 
@@ -62,3 +64,19 @@ def test_the_last_attempt_counts() -> None:
     assert (found.rollouts, found.void, found.reward_mean) == (1, 0, 1.0)
     empty = bias_of([])
     assert (empty.rollouts, empty.reward_mean, empty.by_length, empty.by_difficulty) == (0, None, (), ())
+
+
+def test_a_person_sees_what_was_lost(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report names the other treatments and whom the loss hit; a run that lost nothing has no such lines."""
+    monkeypatch.setenv("COLUMNS", "200")
+    told = {}
+    for name, lost in (("lost", VOID), ("whole", ZERO)):
+        tally = Tally()
+        for item in (record(ONE, "a"), record(ZERO, "b"), record(lost, "b", sample_index=1)):
+            tally.add(item)
+        print_summary(tally.summary(run_id="r", task_set="s", policy="p", wanted=3, wall_s=1.0, out="o"), [])
+        told[name] = " ".join(capsys.readouterr().out.split())
+    assert "0.3333 with voids as 0" in told["lost"]
+    assert "1 of 2 groups" in told["lost"]
+    assert "hard 50.0% void, easy 0.0% void" in told["lost"]
+    assert "voids as 0" not in told["whole"]
