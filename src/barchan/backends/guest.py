@@ -464,13 +464,13 @@ class GuestConnection:
 
     async def listed(self) -> list[wire.Listed]:
         found: list[wire.Listed] = []
-        while True:
+        while len(found) <= wire.PROCESSES_MAX:
             await self.at_work.wait()
             first = found[-1].handle + 1 if found else 0
-            page = wire.decode_list((await self.request(partial(wire.list_from, first))).body)
-            found += page
+            found += (page := wire.decode_list((await self.request(partial(wire.list_from, first))).body, first))
             if len(page) < 1000:
                 return found
+        raise RemoteProtocolError(f"a guest lists more than {wire.PROCESSES_MAX} processes")
 
     async def ping(self, timeout_s: float = REPLY_TIMEOUT_S) -> wire.Pong:
         return wire.decode_pong((await self.request(wire.ping, timeout_s=timeout_s)).body)

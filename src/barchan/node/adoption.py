@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
 
 FIRST = "container"
+ADOPT_S = 180.0  # for one sandbox, while all the others are adopted, too
 
 
 async def adopt_all(sandboxes: "Sandboxes") -> None:
@@ -99,12 +100,14 @@ async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
     live.rest.cpu_before_s = row.cpu_before_s
     frozen_s = 0.0 if row.since_unix_s is None else max(0.0, time.time() - row.since_unix_s)
     try:
-        live.equip(await backend.adopt(row.sandbox_id, row.spec, row.template), is_new=False)
-        await live.handle.thaw(frozen_s)  # the node before may have died in the middle of a pause
-        await sandboxes.finish_boot(live, row.awake_s)
-        await live.handle.guest.watch_running()
-    except (BarchanError, OSError, TimeoutError) as error:
-        sandboxes.journal.end(row.sandbox_id, "lost", f"node_lost: {error}")
+        async with asyncio.timeout(ADOPT_S):
+            live.equip(await backend.adopt(row.sandbox_id, row.spec, row.template), is_new=False)
+            await live.handle.thaw(frozen_s)  # the node before may have died in the middle of a pause
+            await sandboxes.finish_boot(live, row.awake_s)
+            await live.handle.guest.watch_running()
+    except Exception as error:  # what one of them makes us stumble over must not keep the node from starting
+        why = f"{error}" if isinstance(error, BarchanError | OSError) and f"{error}" else repr(error)
+        sandboxes.journal.end(row.sandbox_id, "lost", f"node_lost: {why}")
         if live.is_equipped:
             await sandboxes.remove_quietly(live)
         else:

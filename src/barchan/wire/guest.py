@@ -17,6 +17,8 @@ WINDOW_BYTES: Final = 1 << 20  # how far the init pushes beyond the last ACK of 
 _KIND_PYTHON: Final = 2
 _KIND_MACHINE: Final = 3
 HELLO_TAG: Final = 0xFFFFFFFF
+PROCESSES_MAX: Final = 100_000  # that an init remembers
+_NO_HANDLE: Final = 0xFFFFFFFF
 LINE_NUMBER_BYTES: Final = 16
 _LINE_MAGIC: Final = b"\xff\xff\xff\xff\xfebarchan-ln"
 STDOUT: Final = 1
@@ -426,12 +428,16 @@ def decode_number(body: bytes, layout: str) -> int:
     return value
 
 
-def decode_list(body: bytes) -> list[Listed]:
+def decode_list(body: bytes, first: int = 0) -> list[Listed]:
+    """One page of those from handle `first` on, which rise."""
     fields = Fields(body)
     (count,) = fields.take(_U32)
     found = []
     for _ in range(count):
         (handle,) = fields.take(_U32)
+        if not first <= handle < _NO_HANDLE:
+            raise RemoteProtocolError("a guest lists processes that were not asked for")
+        first = handle + 1
         process_id = fields.str()
         pid, exited, wstatus = fields.take(_LIST_ITEM)
         found.append(Listed(handle, process_id, pid, bool(exited), wstatus))

@@ -108,3 +108,16 @@ def test_change_records_survive_any_split(changes: list[tuple[str, str]], data: 
         found += more
         stream = stream[size:]
     assert (changes, b"") == (found, rest)
+
+
+def test_a_list_rises_from_what_was_asked_for() -> None:
+    """A page that begins before it, or repeats itself, would be read for ever."""
+
+    def listing(*handles: int) -> bytes:
+        items = [struct.pack("<II", handle, 1) + b"p" + struct.pack("<iBi", 7, 0, 0) for handle in handles]
+        return struct.pack("<I", len(items)) + b"".join(items)
+
+    assert [item.handle for item in guest.decode_list(listing(5, 7), 5)] == [5, 7]
+    for handles in ((4,), (5, 5), (6, 5), (0xFFFFFFFF,)):
+        with pytest.raises(RemoteProtocolError):
+            guest.decode_list(listing(*handles), 5)
