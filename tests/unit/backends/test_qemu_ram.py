@@ -12,7 +12,7 @@ import pytest
 
 from barchan.backends.qemu import ram
 from barchan.backends.qemu.machine import main_of
-from barchan.backends.qemu.ram import PAGE, Block, Process, blocks
+from barchan.backends.qemu.ram import PAGE, Block, Process, blocks, copy_sparse
 from barchan.errors import BackendError
 from tests.memory_dirs import page
 
@@ -73,8 +73,20 @@ def test_blocks_are_read_from_qemus_table() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "nothing here", SAID.replace("0x00007f703bfff000", "0x00007f703bfff001")])
-def test_what_is_no_table_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "nothing here",
+        ["not a text"],
+        SAID.replace("0x00007f703bfff000", "0x00007f703bfff001"),
+        SAID.replace("0x00007f703bfff000", "0xfffffffffffff000"),
+        SAID.replace("0x00007f703bfff000", "0x1" + 16 * "0"),
+        SAID + "\n" * ram.TEXT_CHARS_MAX,
+    ],
+    ids=["nothing", "other words", "no text", "no page", "no address", "beyond 64 bits", "endless"],
+)
+def test_what_is_no_table_is_refused(text: object) -> None:
     """A QEMU that says anything else is not asked for more."""
     with pytest.raises(BackendError):
         blocks(text)
@@ -119,3 +131,33 @@ def test_a_small_block_is_written() -> None:
     with Process(os.getpid()) as process:
         process.write(block, page(5) + page(6))
     assert memory[:] == page(5) + page(6)
+
+
+@pytest.mark.requires("root")
+def test_a_device_in_the_place_of_memory_is_refused(tmp_path: Path) -> None:
+    """It has neither data nor an end."""
+    argv = [sys.executable, "-c", PROGRAM, "/dev/zero"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        address = int(running.stdout.readline())
+        with Process(running.pid) as process, pytest.raises(BackendError, match="no plain file"):
+            process.save(Block("ram", address, PAGES * PAGE), tmp_path / "ram")
+        running.kill()
+
+
+def test_a_file_is_copied_with_its_holes_and_within_its_bound(base: Path, tmp_path: Path) -> None:
+    """One that is larger than it may be is not begun with."""
+    with base.open("rb") as source:
+        copy_sparse(source.fileno(), tmp_path / "copy", PAGES * PAGE)
+        with pytest.raises(BackendError, match="more than"):
+            copy_sparse(source.fileno(), tmp_path / "none", PAGES * PAGE - 1)
+    assert (tmp_path / "copy").read_bytes() == base.read_bytes()
+    assert (tmp_path / "copy").stat().st_blocks == base.stat().st_blocks
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_full_disk_is_not_filled_to_the_end(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything else that a node writes needs some of it."""
+    monkeypatch.setattr(ram, "FREE_BYTES_MIN", 1 << 60)
+    with base.open("rb") as source, pytest.raises(OSError, match="No space"):
+        copy_sparse(source.fileno(), tmp_path / "copy")

@@ -98,16 +98,46 @@ class Outers:
         return replace(spec, backend="container", zygote=None)
 
 
+def init_of(outer: ContainerHandle) -> int:
+    """The directory under /proc of an outer's init, opened before it is looked at: what is opened through it is of no
+    other process, whoever has its number by then. Close it.
+
+    Raises:
+        ConnectionLost: It is gone.
+    """
+    try:
+        init = os.open(f"/proc/{outer.pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConnectionLost(f"the init of {outer.sandbox_id} is gone: {error.strerror}") from error
+    try:
+        if outer.sandbox_id not in read_in(init, "cgroup").replace("\n", "/").split("/"):
+            raise ConnectionLost(f"the init of {outer.sandbox_id} is gone: another process has its number")
+    except BaseException as error:
+        os.close(init)
+        if isinstance(error, OSError):
+            raise ConnectionLost(f"the init of {outer.sandbox_id} is gone: {error.strerror}") from error
+        raise
+    return init
+
+
+def read_in(directory: int, name: str) -> str:
+    """The text of one of the kernel's files. Raises `OSError`."""
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    with os.fdopen(fd, encoding="utf-8", errors="replace", newline="\n") as file:
+        return file.read()
+
+
 def reach(handle: ContainerHandle, path: str) -> socket.socket:
     """Connect to a unix socket in an outer, following no link in there. Does not wait.
 
     Raises:
         ConnectionLost: Nobody listens there (yet).
     """
-    at = -1
+    at = init_of(handle)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        at = os.open(f"/proc/{handle.pid}/root", os.O_PATH | os.O_DIRECTORY)
+        above, at = at, os.open("root", os.O_PATH | os.O_DIRECTORY, dir_fd=at)
+        os.close(above)
         for part in PurePosixPath(path).relative_to("/").parts:
             above, at = at, os.open(part, os.O_PATH | os.O_NOFOLLOW, dir_fd=at)
             os.close(above)
@@ -122,6 +152,5 @@ def reach(handle: ContainerHandle, path: str) -> socket.socket:
         sock.close()
         raise
     finally:
-        if at >= 0:
-            os.close(at)
+        os.close(at)
     return sock

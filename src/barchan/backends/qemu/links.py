@@ -58,12 +58,15 @@ class Links:
         shutil.rmtree(self._root / name, ignore_errors=True)
 
     def names(self) -> list[str]:
-        """Of all layers that are there; what a node that was killed had half made is removed."""
+        """Of all layers that are there."""
         if not self._root.exists():
             return []
+        return sorted(path.name for path in self._root.iterdir() if path.suffix != _PART)
+
+    def clean(self) -> None:
+        """Remove what a node that was killed had half made; before anything is made."""
         for path in self._root.glob(f"*{_PART}"):
             shutil.rmtree(path, ignore_errors=True)
-        return sorted(path.name for path in self._root.iterdir())
 
 
 def _link(source: Path, target: Path) -> None:
@@ -74,5 +77,5 @@ def _link(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
             raise
-    with open(source, "rb") as old, open(target, "xb") as new:
-        copy_sparse(old.fileno(), new.fileno())
+    with open(source, "rb") as old:
+        copy_sparse(old.fileno(), target)

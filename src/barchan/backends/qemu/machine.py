@@ -12,7 +12,7 @@ import msgspec
 
 from barchan.backends.container.backend import ContainerHandle
 from barchan.backends.guest import GuestProcess, Reader
-from barchan.backends.hosted.outer import reach
+from barchan.backends.hosted.outer import init_of, reach, read_in
 from barchan.backends.qemu import ram
 from barchan.backends.qemu.qmp import Qmp
 from barchan.backends.qemu.ram import Block, Process
@@ -173,26 +173,20 @@ class Machine:
         """
         said = await self.qmp.execute("human-monitor-command", command_line="info ramblock")
         main, others = main_of(ram.blocks(said), memory_mib)
-        pid = await asyncio.to_thread(pid_of, self.outer.pid, self.runner.pid)
+        process = await asyncio.to_thread(process_of, self.outer, self.runner.pid)
         state = self.qmp.execute("xen-save-devices-state", timeout_s=SAVE_S, filename=STATE_FILE, live=False)
-        memory = asyncio.to_thread(_save_memory, pid, main, others, target)
+        memory = asyncio.to_thread(_save_memory, process, main, others, target)
         resident = await finished(_both(state, memory))
         await finished(asyncio.to_thread(self._fetch, STATE_FILE, target / STATE, STATE_BYTES_MAX))
         if disk is not None:
-            await finished(asyncio.to_thread(self._fetch, disk, target / DISK, None))
+            await finished(asyncio.to_thread(self._fetch, disk, target / DISK, self.outer.spec.disk_mib << 20))
         return resident
 
-    def _fetch(self, path: str, target: Path, bytes_max: int | None) -> None:
+    def _fetch(self, path: str, target: Path, bytes_max: int) -> None:
         """Copy a file out of the outer, following no link in there."""
         source = open_in(self.outer, path)
         try:
-            if bytes_max is not None and os.fstat(source).st_size > bytes_max:
-                raise BackendError(f"{path} of {self.outer.sandbox_id} has more than {bytes_max} bytes")
-            out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                ram.copy_sparse(source, out)
-            finally:
-                os.close(out)
+            ram.copy_sparse(source, target, bytes_max)
         finally:
             os.close(source)
 
@@ -207,8 +201,8 @@ class Machine:
         if wanted:
             said = await self.qmp.execute("human-monitor-command", command_line="info ramblock")
             there = {block.name: block for block in ram.blocks(said)}
-            pid = await asyncio.to_thread(pid_of, self.outer.pid, self.runner.pid)
-            await asyncio.to_thread(_write_blocks, pid, there, wanted)
+            process = await asyncio.to_thread(process_of, self.outer, self.runner.pid)
+            await asyncio.to_thread(_write_blocks, process, there, wanted)
         resumed = self.qmp.event("RESUME")
         try:
             await self.qmp.execute("migrate-incoming", uri=f"file:{STATE_PATH}")
@@ -227,15 +221,15 @@ async def _both(state: Awaitable[object], memory: Awaitable[int]) -> int:
     return cast(int, resident)
 
 
-def _save_memory(pid: int, main: Block, others: Sequence[Block], target: Path) -> int:
-    with Process(pid) as process:
+def _save_memory(process: Process, main: Block, others: Sequence[Block], target: Path) -> int:
+    with process:
         content = {block.name: process.read(block) for block in others}
         (target / BLOCKS).write_bytes(msgspec.msgpack.encode(content))
         return process.save(main, target / MEMORY)
 
 
-def _write_blocks(pid: int, there: dict[str, Block], wanted: dict[str, bytes]) -> None:
-    with Process(pid) as process:
+def _write_blocks(process: Process, there: dict[str, Block], wanted: dict[str, bytes]) -> None:
+    with process:
         for name, data in wanted.items():
             block = there.get(name)
             if block is None or block.size != len(data):
@@ -253,21 +247,42 @@ def main_of(blocks: Sequence[Block], memory_mib: int) -> tuple[Block, list[Block
     return main[0], others
 
 
-def pid_of(init: int, pid_inside: int) -> int:
-    """The host's pid of a child of the init of a container, by the pid that it has inside. Raises `BackendError`."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for child in Path(f"/proc/{init}/task/{init}/children").read_text().split():
-            with suppress(FileNotFoundError, ProcessLookupError):
-                for line in Path(f"/proc/{child}/status").read_text("utf-8", "replace").splitlines():
-                    if line.startswith("NSpid:") and line.split()[-1] == str(pid_inside):
-                        return int(child)
+def process_of(outer: ContainerHandle, pid_inside: int) -> Process:
+    """A child of an outer's init, by the pid that it has inside; close it. Raises `BackendError`: it is gone."""
+    try:
+        init = init_of(outer)
+        try:
+            children = read_in(init, f"task/{outer.pid}/children").split()
+        finally:
+            os.close(init)
+    except (ConnectionLost, OSError) as error:
+        raise BackendError(f"QEMU is gone: {error}") from error
+    for child in children:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            process = Process(child)
+            if _is(process, outer.pid, pid_inside):
+                return process
     raise BackendError("QEMU is gone")
 
 
-def open_in(outer: ContainerHandle, path: str) -> int:
-    """Open a plain file of an outer for reading, following no link in there. Raises `BackendError`."""
-    at = os.open(f"/proc/{outer.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+def _is(process: Process, parent: int, pid_inside: int) -> bool:
+    """Whether it is that child of that parent; closed unless it is."""
+    is_it = False
     try:
+        said = process.status()
+        is_it = said.get("PPid") == str(parent) and said.get("NSpid", "").split()[-1:] == [str(pid_inside)]
+    finally:
+        if not is_it:
+            process.close()
+    return is_it
+
+
+def open_in(outer: ContainerHandle, path: str) -> int:
+    """Open a plain file of an outer for reading, following no link in there. Raises `BackendError`, `ConnectionLost`."""
+    at = init_of(outer)
+    try:
+        above, at = at, os.open("root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
+        os.close(above)
         *folders, name = PurePosixPath(path).relative_to("/").parts
         for part in folders:
             above, at = at, os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)

@@ -7,19 +7,25 @@ block begins, and can so make nothing readable but its own memory.
 import errno
 import os
 import re
+import stat
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from barchan.backends.hosted.outer import read_in
 from barchan.errors import BackendError
+from barchan.snapshot.shelf import FREE_BYTES_MIN
 
 PAGE = 4096
 PIECE_BYTES = 1 << 20
 PAGEMAP_PAGES = 1 << 16  # whose entries are read at a time: 512 KiB
 _PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61  # of /proc/PID/pagemap
-_BLOCK = re.compile(r"^\s*(\S+)\s+[0-9]+ [KMG]iB\s+(0x[0-9a-f]+)\s+(0x[0-9a-f]+)\s+(0x[0-9a-f]+)\s+(0x[0-9a-f]+)", re.M)
+_BLOCK = re.compile(r"[ \t]*(\S+)[ \t]+[0-9]+ [KMG]iB" + 4 * r"[ \t]+(0x[0-9a-f]{1,16})")
 BLOCKS_MAX = 64
+TEXT_CHARS_MAX = 1 << 16  # some 500 lines
+ADDRESS_MAX = 1 << 56  # of a process, on every architecture
+CHECK_BYTES = 16 << 20  # between two looks at the room that a disk has
 
 
 class Block(NamedTuple):
@@ -40,22 +46,52 @@ class _Area(NamedTuple):
     is_file: bool
 
 
-def blocks(text: str) -> list[Block]:
+def blocks(text: object) -> list[Block]:
     """What `info ramblock` says.
 
     Raises:
-        BackendError: Nothing that can be read.
+        BackendError: Nothing that can be read, or be so.
     """
-    found = [Block(name, int(address, 16), int(used, 16)) for name, _, used, _, address in _BLOCK.findall(text)]
-    if not found or len(found) > BLOCKS_MAX or any(block.address % PAGE or block.size % PAGE for block in found):
+    if not isinstance(text, str) or len(text) > TEXT_CHARS_MAX:
+        raise BackendError("QEMU does not say where its guest's memory is")
+    rows = [row.groups() for line in text.splitlines() if (row := _BLOCK.match(line))]
+    found = [Block(name, int(address, 16), int(used, 16)) for name, _, used, _, address in rows]
+    if not found or len(found) > BLOCKS_MAX or not all(_can_be(block) for block in found):
         raise BackendError(f"QEMU does not say where its guest's memory is: {text[:200]!r}")
     return found
+
+
+def _can_be(block: Block) -> bool:
+    return block.address % PAGE == block.size % PAGE == 0 and block.address + block.size <= ADDRESS_MAX
+
+
+class _Target:
+    """A new file on the node's disk, of which nothing is written any more where that is nearly full. Close it."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._unchecked = CHECK_BYTES
+
+    def __enter__(self) -> "_Target":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self.fd)
+
+    def will_have(self, more: int) -> None:
+        """Before so many bytes are written. Raises `OSError`: there is no room."""
+        self._unchecked += more
+        if self._unchecked >= CHECK_BYTES:
+            self._unchecked = 0
+            room = os.fstatvfs(self.fd)
+            if room.f_bavail * room.f_frsize < FREE_BYTES_MIN + CHECK_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Process:
     """A process on this host, by its directory under /proc: another one can't take its place. Close it."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int | str) -> None:
         self._fd = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
@@ -67,6 +103,11 @@ class Process:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def status(self) -> dict[str, str]:
+        """What the kernel says of it."""
+        lines = read_in(self._fd, "status").split("\n")
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
     def save(self, block: Block, target: Path) -> int:
         """Write a block of a machine that stands still into the new, sparse file `target`; returns bytes of data in it.
 
@@ -75,9 +116,8 @@ class Process:
         Raises:
             OSError: The process is gone, or there is no room. BackendError: It has no such memory.
         """
-        out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(out, block.size)
+        with _Target(target) as out:
+            os.ftruncate(out.fd, block.size)
             at = block.address
             for area in self._areas(block.address, block.address + block.size):
                 if area.start > at:
@@ -86,9 +126,7 @@ class Process:
                 self._save_area(area, max(area.start, block.address), at, out, block.address)
             if at < block.address + block.size:
                 raise BackendError(f"QEMU has nothing mapped at {at:#x}, where its guest's memory should be")
-            return os.fstat(out).st_blocks * 512
-        finally:
-            os.close(out)
+            return os.fstat(out.fd).st_blocks * 512
 
     def read(self, block: Block) -> bytes:
         """The content of a small block."""
@@ -114,17 +152,27 @@ class Process:
 
     def _areas(self, start: int, end: int) -> Iterator[_Area]:
         fd = self._open("maps", os.O_RDONLY)
-        with os.fdopen(fd, encoding="utf-8", errors="replace") as maps:
+        with os.fdopen(fd, encoding="utf-8", errors="replace", newline="\n") as maps:
             for line in maps:
                 span, modes, offset, _, inode = line.split(maxsplit=5)[:5]
                 low, high = (int(part, 16) for part in span.split("-"))
                 if high > start and low < end:
                     yield _Area(low, high, modes[3] == "s", int(offset, 16), inode != "0")
 
-    def _save_area(self, area: _Area, start: int, end: int, out: int, base: int) -> None:
+    def _open_mapped(self, area: _Area) -> int:
+        """The plain file that is mapped there; a device is not even opened."""
+        found = self._open(f"map_files/{area.start:x}-{area.end:x}", os.O_PATH)
+        try:
+            if not stat.S_ISREG(os.fstat(found).st_mode):
+                raise BackendError(f"QEMU has no plain file mapped at {area.start:#x}")
+            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(found)
+
+    def _save_area(self, area: _Area, start: int, end: int, out: _Target, base: int) -> None:
         """Write what lies from `start` to `end`; `base` is the address of the target's first byte."""
         if area.is_file:
-            source = self._open(f"map_files/{area.start:x}-{area.end:x}", os.O_RDONLY)
+            source = self._open_mapped(area)
             try:
                 _copy_data(source, area.offset + start - area.start, end - start, out, start - base)
             finally:
@@ -134,7 +182,8 @@ class Process:
             try:
                 for low, high in self._own_pages(start, end):
                     for at in range(low, high, PIECE_BYTES):
-                        _pwrite(out, _pread(mem, at, min(PIECE_BYTES, high - at)), at - base)
+                        out.will_have(min(PIECE_BYTES, high - at))
+                        _pwrite(out.fd, _pread(mem, at, min(PIECE_BYTES, high - at)), at - base)
             finally:
                 os.close(mem)
 
@@ -159,8 +208,8 @@ class Process:
             yield first, end
 
 
-def _copy_data(source: int, offset: int, size: int, out: int, target: int) -> None:
-    """Copy what a sparse file has between `offset` and `offset + size` to `target` and on."""
+def _copy_data(source: int, offset: int, size: int, out: _Target, target: int) -> None:
+    """Copy what a sparse plain file has between `offset` and `offset + size` to `target` and on."""
     at, end = offset, offset + size
     while at < end:
         try:
@@ -169,21 +218,33 @@ def _copy_data(source: int, offset: int, size: int, out: int, target: int) -> No
             if error.errno == errno.ENXIO:
                 return
             raise
-        high = min(os.lseek(source, low, os.SEEK_HOLE), end)
-        os.lseek(out, target + low - offset, os.SEEK_SET)
+        high = os.lseek(source, low, os.SEEK_HOLE)
+        if not at <= low < high:
+            raise BackendError(f"a file says that its data begin at {low} and end at {high}")
+        high = min(high, end)
+        os.lseek(out.fd, target + low - offset, os.SEEK_SET)
         while low < high:
-            count = os.sendfile(out, source, low, high - low)
+            piece = min(CHECK_BYTES, high - low)
+            out.will_have(piece)
+            count = os.sendfile(out.fd, source, low, piece)
             if count == 0:
                 return
             low += count
         at = high
 
 
-def copy_sparse(source: int, out: int) -> None:
-    """Copy a whole file, holes as holes; `out` is empty. It blocks."""
+def copy_sparse(source: int, target: Path, bytes_max: int | None = None) -> None:
+    """Copy a whole plain file into the new file `target`, holes as holes. It blocks.
+
+    Raises:
+        OSError: There is no room. BackendError: It has more than `bytes_max`.
+    """
     size = os.fstat(source).st_size
-    os.ftruncate(out, size)
-    _copy_data(source, 0, size, out, 0)
+    if bytes_max is not None and size > bytes_max:
+        raise BackendError(f"a file to be copied has {size} bytes, more than {bytes_max}")
+    with _Target(target) as out:
+        os.ftruncate(out.fd, size)
+        _copy_data(source, 0, size, out, 0)
 
 
 def _pread(fd: int, at: int, size: int) -> bytes:
