@@ -76,7 +76,9 @@ async def test_a_trick_is_scored_zero(client: AsyncClient, name: str) -> None:
     """A hack is neither paid nor voided: it scores 0.0, for the cause that the evidence shows."""
     source, cause = HACKS[name]
     (record,) = await run(client, [TASK], Says(source))
-    assert (record.verdict.status, record.verdict.reward, record.verdict.cause) == ("scored", 0.0, cause)
+    assert (record.verdict.status, record.verdict.reward) == ("scored", 0.0)
+    # A bomb reaches whichever of its limits comes first on a busy machine.
+    assert record.verdict.cause in (cause, *(["oom_within_limit"] if name == "is a fork bomb" else []))
 
 
 async def test_an_honest_solution_beside_the_tricks_is_one(client: AsyncClient) -> None:
