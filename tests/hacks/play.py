@@ -25,7 +25,7 @@ from barchan.rollout.tasksets.harbor import load_harbor
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.recipe import Put, Recipe, Run
 from tests.hacks.case import Case, Deed, Format
-from tests.hacks.harbor import write_task
+from tests.hacks.harbor import DECOY, write_task
 from tests.integration import test_tests_grader as repository
 from tests.integration.rollout_hacks import TASK
 
@@ -88,7 +88,9 @@ class Player:
         repository.git(self._origin, "add", "--all")
         repository.git(self._origin, "commit", "--quiet", "-m", "base")
         self._repository = self._repository_task()
-        self._harbor = {form: load_harbor(write_task(folder / form, form))[0] for form in FORMATS}
+        self._harbor = {
+            form: replace(load_harbor(write_task(folder / form, form))[0], canaries=(DECOY,)) for form in FORMATS
+        }
 
     def _repository_task(self) -> Task:
         commit = "git init -q . && git add -A && git -c user.name=t -c user.email=t@t commit -qm base"

@@ -18,6 +18,7 @@ from barchan.rollout.artifact import take, ungraded
 from barchan.rollout.calls import Message, Observation, ToolCall, ToolResult, parse_calls
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.grading import GradeJob
+from barchan.rollout.integrity.canary import put_canaries
 from barchan.rollout.limits import Meter
 from barchan.rollout.logged import FencedLog, LoggedSandbox, logged
 from barchan.rollout.oracle import ORACLE, put_oracle_files
@@ -139,6 +140,7 @@ class Rollout:
             self._enter_sandbox(sandbox)
             state.enter("setup")
             await start_services(sandbox, environment.services, self._log)
+            await put_canaries(sandbox, self.task)
             if self._policy_name == ORACLE:
                 await put_oracle_files(sandbox, self.task)
         except Exception as error:

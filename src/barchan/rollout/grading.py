@@ -14,6 +14,7 @@ from barchan.model.verdict import Evidence, Verdict
 from barchan.rollout.artifact import take, ungraded
 from barchan.rollout.graders import grader_of
 from barchan.rollout.graders.base import Artifact, Grading
+from barchan.rollout.integrity.canary import proof_in
 from barchan.rollout.integrity.imported import signs_of_artifact
 from barchan.rollout.logged import logged
 from barchan.rollout.oracle import put_oracle_files
@@ -25,7 +26,7 @@ from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import FunctionGrader, Task, TestsGrader
 from barchan.rollout.tools.base import Workspace
 from barchan.rollout.tools.toolbox import Toolbox
-from barchan.rollout.verdict import Control, control_of, decided, finding_of, is_undecided, verdict_of_error
+from barchan.rollout.verdict import Control, control_of, decided, finding_of, is_undecided, scored, verdict_of_error
 
 CONTROL_AGE_S_MAX = 600.0
 
@@ -104,6 +105,8 @@ async def grade(job: GradeJob, settings: RunSettings, controls: Controls) -> Ver
 
 
 async def _grade(job: GradeJob, grading: Grading, controls: Controls) -> Verdict:
+    if proof := proof_in(job.task, job.artifact.data):
+        return scored(0.0, "integrity_violation", False, proof)
     given = [await _once(grading, job.artifact)]
     repeats = grading.settings.gradings if job.artifact.sandbox is None else 1
     while given[-1].reward is not None and len(given) < repeats:

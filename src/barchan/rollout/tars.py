@@ -91,15 +91,17 @@ def contents(data: bytes) -> dict[str, tuple[int, str]]:
     }
 
 
-def regular(tree: Tree) -> dict[str, bytes]:
-    """The regular files of a tree, by their paths in it; a tree that is a file has none.
+def files_of(tree: Tree) -> dict[str, bytes | None]:
+    """The files of a folder's tree and what is in them, by their paths in it; None for a link. A tree that is a file
+    has none.
 
     Raises:
         tarfile.TarError: Its bytes are no tar.
     """
     if not tree.is_folder:
         return {}
-    return {member.name: content for member, content in _members(tree.data) if member.type == tarfile.REGTYPE}
+    found = ((member, content) for member, content in _members(tree.data) if not member.isdir())
+    return {member.name: None if member.issym() else content for member, content in found}
 
 
 def replaced(tree: Tree, files: Mapping[str, bytes | None]) -> Tree:
@@ -111,6 +113,8 @@ def replaced(tree: Tree, files: Mapping[str, bytes | None]) -> Tree:
             if given is None:
                 continue
             kept = copy(member)
+            if member.name in files:
+                kept.type, kept.linkname = tarfile.REGTYPE, ""
             kept.size = len(given)
             tar.addfile(kept, io.BytesIO(given))
     return replace(tree, data=out.getvalue())

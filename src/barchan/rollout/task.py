@@ -225,6 +225,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             known-good artifact where the grader's spec has none.
         oracle_files: What the oracle's calls need, put in place before the first of them: for the oracle policy, and
             where a known-good artifact is made. No other policy's sandbox ever has them.
+        canaries: Absolute paths of decoys in the agent's sandbox: files that look like an answer. An artifact that was
+            made from one is scored 0 (docs/integrity.md).
         nop: What the nop policy does; nothing at all when empty.
         stub: Whoever has one turn only is asked to complete this, where there is one.
         tools: What the policy may call: names of our own tools, or `module:Class` for one of the task's
@@ -240,6 +242,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     environment: Environment = Environment()
     oracle: tuple[ToolCall, ...] = ()
     oracle_files: tuple[Put, ...] = ()
+    canaries: tuple[str, ...] = ()
     nop: tuple[ToolCall, ...] = ()
     stub: Stub | None = None
     tools: tuple[str, ...] = TOOLS

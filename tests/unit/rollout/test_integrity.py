@@ -1,16 +1,24 @@
 """Signs of tampering, by names and text alone."""
 
-import pytest
+import io
+import tarfile
+from typing import cast
 
+import pytest
+from msgspec.structs import replace
+
+from barchan.errors import TaskError
 from barchan.model.verdict import Evidence
 from barchan.rollout.graders.base import Artifact
-from barchan.rollout.integrity.hooks import runs_by_itself, steering_of, steers, touched
-from barchan.rollout.integrity.imported import signs_of_artifact
+from barchan.rollout.integrity.canary import proof_in, put_canaries, token_of
+from barchan.rollout.integrity.hooks import comes_before, runs_by_itself, steering_of, steers, touched
+from barchan.rollout.integrity.imported import hooks_of, signs_of_artifact
 from barchan.rollout.integrity.protected import Entry, suspects
 from barchan.rollout.integrity.sentinel import Sentinel, takes_sentinel
 from barchan.rollout.integrity.signs import names_grader, signs_of
-from barchan.rollout.tars import Tree, packed, regular, replaced, unpacked
-from barchan.rollout.task import FilesArtifact, ScriptGrader, Task
+from barchan.rollout.ports import Sandbox
+from barchan.rollout.tars import Tree, files_of, packed, replaced, unpacked
+from barchan.rollout.task import Environment, FilesArtifact, ScriptGrader, Task
 
 
 @pytest.mark.parametrize(
@@ -59,9 +67,32 @@ def test_files_of_a_tree_are_replaced_or_left_out() -> None:
     """All others stay as they are."""
     data, _ = packed([Tree(path="/app/a", is_folder=False, data=b"1"), Tree(path="/app/b", is_folder=False, data=b"2")])
     (tree,) = unpacked(data, ("/app",), 1 << 20)
-    assert regular(tree) == {"a": b"1", "b": b"2"}
-    assert regular(replaced(tree, {"a": b"longer"})) == {"a": b"longer", "b": b"2"}
-    assert regular(replaced(tree, {"a": None})) == {"b": b"2"}
+    assert files_of(tree) == {"a": b"1", "b": b"2"}
+    assert files_of(replaced(tree, {"a": b"longer"})) == {"a": b"longer", "b": b"2"}
+    assert files_of(replaced(tree, {"a": None})) == {"b": b"2"}
+
+
+def test_a_link_is_no_way_around() -> None:
+    """A hook that is a link is one, whatever it leads to; it becomes the file that the environment has."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        link = tarfile.TarInfo("conftest.py")
+        link.type, link.linkname = tarfile.SYMTYPE, "other.py"
+        tar.addfile(link)
+    data, dropped = packed([Tree(path="/app", is_folder=True, data=out.getvalue())])
+    (tree,) = unpacked(data, ("/app",), 1 << 20)
+    assert (dropped, files_of(tree), hooks_of((tree,))) == ((), {"conftest.py": None}, ("conftest.py",))
+    assert files_of(replaced(tree, {"conftest.py": b"base"})) == {"conftest.py": b"base"}
+    assert runs_by_itself("pyproject.toml", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [("json.py", True), ("pytest/x.txt", True), ("re", False), ("app/json.py", False), ("calc.py", False)],
+)
+def test_modules_before_pythons_own(name: str, before: bool) -> None:
+    """Those where a program starts."""
+    assert comes_before(name) is before
 
 
 def facts(evidence: tuple[Evidence, ...]) -> list[str]:
@@ -93,6 +124,34 @@ def test_hooks_in_an_artifact_are_told() -> None:
     for paths, told in ((("/app",), ["put back: files that run by themselves"]), (("/app/conftest.py",), [])):
         task = Task(task_id="t", instruction="", grader=grader, artifact=FilesArtifact(paths=paths))
         assert facts(signs_of_artifact(task, Artifact(kind="files", data=folder))) == told
+
+
+class NoFiles:
+    """Decoys that are refused are never put anywhere."""
+
+
+@pytest.mark.parametrize("path", ["relative.py", "/app/x.py", "/work/a/x.py"])
+async def test_a_decoy_lies_outside_of_the_work(path: str) -> None:
+    """Else an honest artifact would hold it."""
+    task = Task(
+        task_id="t",
+        instruction="",
+        grader=ScriptGrader(command="true"),
+        artifact=FilesArtifact(paths=("/app",)),
+        environment=Environment(workdir="/work/a/"),
+        canaries=(path,),
+    )
+    with pytest.raises(TaskError, match="decoy"):
+        await put_canaries(cast(Sandbox, NoFiles()), task)
+
+
+def test_the_token_of_a_decoy_is_proof() -> None:
+    """Only of the task's own, and only where it has decoys."""
+    task = Task(task_id="t", instruction="", grader=ScriptGrader(command="true"), canaries=("/opt/x",))
+    data = f"x = '{token_of('t')}'".encode()
+    assert facts(proof_in(task, data)) == ["proven: it holds the token of a decoy"]
+    assert proof_in(task, b"x") == proof_in(replace(task, canaries=()), data) == ()
+    assert proof_in(replace(task, task_id="u"), data) == ()
 
 
 def test_suspects() -> None:

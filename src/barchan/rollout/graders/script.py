@@ -22,6 +22,7 @@ from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.graders.placing import clear, placed, put
 from barchan.rollout.graders.prepared import OFFLINE, image_name
 from barchan.rollout.graders.reward import reward_of
+from barchan.rollout.integrity.canary import PROVEN, proof_in
 from barchan.rollout.integrity.layer import changed, layer_of, proof
 from barchan.rollout.integrity.leftovers import outlived, programs
 from barchan.rollout.integrity.protected import base_listing, listing_of, sign, suspects
@@ -217,10 +218,13 @@ async def _left_by_agent(
             raise
         return found  # the agent's folder is gone, or too large to be looked through
     text = await asyncio.to_thread(tar_text, tar)
-    return found + names_grader(text, [item.path for item in grader.files])
+    proof = proof_in(grading.task, text.encode())
+    return found + proof + names_grader(text, [item.path for item in grader.files])
 
 
 def _with(verdict: Verdict, signs: tuple[Evidence, ...]) -> Verdict:
+    if any(item.fact == PROVEN for item in signs):
+        verdict = scored(0.0, "integrity_violation", False, verdict.evidence)
     return replace(verdict, evidence=verdict.evidence + signs)
 
 

@@ -37,11 +37,15 @@ def steers(name: str) -> bool:
     )
 
 
-def runs_by_itself(name: str, content: bytes) -> bool:
-    """Whether a file that a task's artifact brings along is run, or obeyed, by whatever runs near it."""
+def runs_by_itself(name: str, content: bytes | None) -> bool:
+    """Whether a file that a task's artifact brings along is run, or obeyed, by whatever runs near it.
+
+    Args:
+        content: None for a link, to whatever that is.
+    """
     path = PurePosixPath(name)
     if path.name in _SETTINGS:
-        return _RUNNERS_SECTION.search(content) is not None
+        return content is None or _RUNNERS_SECTION.search(content) is not None
     return (
         path.name in STEERING - {".coveragerc", ".gitattributes"}
         or path.suffix == ".pth"
@@ -53,6 +57,14 @@ def runs_by_itself(name: str, content: bytes) -> bool:
 
 def _names_plugins(path: PurePosixPath) -> bool:
     return path.name == "entry_points.txt" and path.parent.suffix in _PLUGINS_SUFFIXES
+
+
+def comes_before(name: str) -> bool:
+    """Whether a program that starts in the folder takes this for a module of Python's or pytest's."""
+    first = PurePosixPath(name).parts[:1]
+    return any(PurePosixPath(part).stem in SHADOWED | sys.stdlib_module_names for part in first) and (
+        name.endswith(".py") or name.count("/") > 0
+    )
 
 
 def touched(patch: str) -> frozenset[str]:
