@@ -4,14 +4,15 @@ import asyncio
 import secrets
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from barchan.backends.guest import Reader
+from barchan.backends.guest import GuestProcess, Reader
 from barchan.backends.microvm.disks import disk_bytes
 from barchan.backends.qemu.handle import MachineHandle
 from barchan.core.finished import finished
-from barchan.errors import BackendError, CapacityError, GuestWrecked, InvalidSpec
+from barchan.errors import BackendError, BarchanError, CapacityError, GuestWrecked, InvalidSpec
 from barchan.image.pack import Limits, pack_tar, pack_tree
 from barchan.wire import guest as wire
 
@@ -71,7 +72,7 @@ class MicrovmHandle(MachineHandle):
         """See `Handle.pack`. Its programs stand still while its init writes the tar."""
         bytes_max = LAYER_DISKS_MAX * disk_bytes(self.spec.disk_mib)
         with tempfile.TemporaryFile(dir=target.parent) as file:
-            async with self._turn, self.held():
+            async with self._turn, self.standing():
                 await self._operation("layer", _ToFile(file, bytes_max), TAR_S)
             file.seek(0)
             limits = Limits(bytes_max=bytes_max)
@@ -107,7 +108,7 @@ class MicrovmHandle(MachineHandle):
                         raise reader.failed
                 ended = await asyncio.shield(process.ended)
         except BaseException as error:
-            await finished(self.guest.signal(process, signal.SIGKILL, wire.Scope.ALL))
+            await finished(self._kill(process))
             if isinstance(error, TimeoutError):
                 raise CapacityError(
                     f"{name} took more than {within_s:g} s in {self.sandbox_id}", retry_after_ms=1000
@@ -116,3 +117,8 @@ class MicrovmHandle(MachineHandle):
         if ended.wstatus != 0:
             said = reader.error.decode("utf-8", "replace") if reader is not None else ""
             raise BackendError(f"the guest of {self.sandbox_id} could not {name}: wait status {ended.wstatus} {said}")
+
+    async def _kill(self, process: GuestProcess) -> None:
+        """End an operation that has failed, also while the guest's programs stand still: nobody is to wait for them."""
+        with suppress(BarchanError, OSError):  # what it failed by is what is told
+            await self.guest.request(lambda tag: wire.signal(tag, process.handle, signal.SIGKILL, wire.Scope.ALL))

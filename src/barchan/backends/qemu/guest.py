@@ -21,23 +21,29 @@ class CountingGuest(GuestConnection):
     def __init__(self) -> None:
         super().__init__()
         self.oom_kills = 0
+        self._late: dict[int, wire.Frame] = {}  # ends that wait for the counters, by their process's handle
         self._counting: asyncio.Task[None] | None = None
 
     def take(self, frame: wire.Frame) -> None:
-        if not frame.tag and frame.kind == wire.Pushed.EXIT and _was_killed(frame):
-            before = self._counting
-            self._counting = self.loop.create_task(self._count_then(frame, before))
-            return
-        super().take(frame)
+        killed = None if frame.tag or frame.kind != wire.Pushed.EXIT else _killed(frame)
+        process = None if killed is None else self.processes.get(killed)
+        if killed is None or process is None or process.exit is not None:
+            super().take(frame)
+        elif killed not in self._late:  # a guest may tell one end any number of times, and is heard once
+            self._late[killed] = frame
+            if self._counting is None or self._counting.done():
+                self._counting = self.loop.create_task(self._count_then_tell())
 
-    async def _count_then(self, frame: wire.Frame, before: "asyncio.Task[None] | None") -> None:
-        if before is not None:
-            await asyncio.wait({before})
-        try:
-            await self.count()
-        except (BarchanError, OSError):
-            pass  # of a guest that is going, or stands still: what was known of it has to do
-        super().take(frame)
+    async def _count_then_tell(self) -> None:
+        """Tell the ends that wait; of those that came before it asks, one look at the counters says enough."""
+        while self._late:
+            waiting = list(self._late)
+            try:
+                await self.count()
+            except (BarchanError, OSError):
+                pass  # of a guest that is going, or stands still: what was known of it has to do
+            for handle in waiting:
+                super().take(self._late.pop(handle))
 
     async def operate(self, start: wire.Start, reader: Reader | None) -> GuestProcess:
         """Start an operation of the init's own, also while the guest's programs stand still."""
@@ -57,11 +63,13 @@ class CountingGuest(GuestConnection):
         return found
 
 
-def _was_killed(frame: wire.Frame) -> bool:
-    """A program that SIGKILL ended, or a shell that says so of its child."""
+def _killed(frame: wire.Frame) -> int | None:
+    """The handle of a program that SIGKILL ended, or of a shell that says so of its child."""
     pushed = wire.decode_pushed(frame)
     if not isinstance(pushed, wire.Exit):
-        return False
+        return None
     if os.WIFSIGNALED(pushed.wstatus):
-        return os.WTERMSIG(pushed.wstatus) == signal.SIGKILL
-    return os.WEXITSTATUS(pushed.wstatus) == 128 + signal.SIGKILL
+        is_killed = os.WTERMSIG(pushed.wstatus) == signal.SIGKILL
+    else:
+        is_killed = os.WEXITSTATUS(pushed.wstatus) == 128 + signal.SIGKILL
+    return pushed.handle if is_killed else None

@@ -23,7 +23,15 @@ from barchan.backends.qemu.guest import CountingGuest
 from barchan.backends.qemu.machine import GUEST_SOCKET, Machine
 from barchan.backends.qemu.shape import GATEWAY, Shape
 from barchan.core.finished import finished
-from barchan.errors import BackendError, CapacityError, ConnectionLost, ReadTimeout
+from barchan.errors import (
+    BackendError,
+    BarchanError,
+    CapacityError,
+    ConnectionLost,
+    InitDied,
+    ReadTimeout,
+    SandboxLost,
+)
 from barchan.image.disk import NO_ROOM
 from barchan.model.sandbox import SandboxSpec, SandboxStats
 from barchan.model.snapshot import MemoryRecord
@@ -34,6 +42,8 @@ from barchan.wire import guest as wire
 GREET_S = 10.0
 DETACH_S = 15.0
 CONSOLE_CHARS_MAX = 300
+GO_ON_S = 45.0  # for which a guest that stands still is asked to go on, before it counts as ended
+GO_ON_POLL_S = 0.1
 
 
 class MachineHandle(HostedHandle):
@@ -65,6 +75,7 @@ class MachineHandle(HostedHandle):
         self._left = left
         self._turn = asyncio.Lock()
         self._is_frozen = False
+        self._is_let_go = False
         self._dying: asyncio.Task[None] | None = None
         machine.guest_ended.add_done_callback(self._guest_ended)
 
@@ -93,8 +104,8 @@ class MachineHandle(HostedHandle):
         self.tell_end(Ended(wstatus=ended.result().wstatus, oom_kills=self.oom_kills(), why=why))
 
     async def _tell_why(self) -> None:
-        console = (await self.machine.console()).strip()
-        why = f"{self.machine.why_ended}: {console[-CONSOLE_CHARS_MAX:]}" if console else self.machine.why_ended
+        console = await last_words(self.machine)
+        why = f"{self.machine.why_ended}: {console}" if console else self.machine.why_ended
         self.tell_end(Ended(wstatus=0, oom_kills=self.oom_kills(), why=why))
 
     def oom_kills(self) -> int:
@@ -121,10 +132,12 @@ class MachineHandle(HostedHandle):
 
     def let_go(self) -> None:
         """Close the connections; it goes on."""
+        self._is_let_go = True
         self.guest.close()
         self.machine.close()
 
     async def destroy(self) -> None:
+        self._is_let_go = True
         if self._dying is not None:
             self._dying.cancel()
         self.machine.close()
@@ -173,17 +186,45 @@ class MachineHandle(HostedHandle):
 
     async def _go_on(self) -> None:
         """Let its processors run, set its clock, and let its programs go on."""
-        await self.machine.cont()
+        await self._insist(self.machine.cont)
         await self.go_on_inside()
 
     async def go_on_inside(self) -> None:
-        """Set the clock of a guest whose processors run, and let its programs go on."""
+        """Set the clock of a guest whose processors run, and let its programs go on.
+
+        Raises:
+            InitDied: It can't be made to, and has ended.
+        """
+        await self._insist(self._tell_to_go_on)
+        self.guest.at_work.set()
+
+    async def _tell_to_go_on(self) -> None:
         now = time.time_ns()
         await asyncio.gather(
             self.guest.request(lambda tag: wire.frame(wire.Request.SETCLOCK, tag, struct.pack("<q", now))),
             self.guest.request(lambda tag: wire.thaw(tag, 0)),
         )
-        self.guest.at_work.set()
+
+    async def _insist(self, step: Callable[[], Awaitable[object]]) -> None:
+        """Take a step without which the guest would stand still for ever, while everybody waits for it: again where it
+        fails, also over the next connection. A guest that can't be had in time has ended.
+
+        Raises:
+            InitDied: It has ended. BarchanError, OSError: It is being destroyed.
+        """
+        until = asyncio.get_running_loop().time() + GO_ON_S
+        while True:
+            try:
+                await step()
+                return
+            except (BarchanError, OSError) as error:
+                if self._is_let_go:
+                    raise
+                is_over = self.ended.done() or isinstance(error, SandboxLost)
+                if is_over or asyncio.get_running_loop().time() > until:
+                    self.tell_end(Ended(wstatus=0, oom_kills=self.oom_kills(), why=f"it does not go on: {error}"))
+                    raise InitDied(f"the guest of {self.sandbox_id} does not go on: {error}") from error
+            await asyncio.sleep(GO_ON_POLL_S)
 
     # files and memory
 
@@ -200,7 +241,29 @@ class MachineHandle(HostedHandle):
                 try:
                     await self.outer.cut(name)
                 finally:
-                    await finished(self.machine.cont())
+                    await finished(self._insist(self.machine.cont))
+
+    @asynccontextmanager
+    async def standing(self) -> AsyncIterator[None]:
+        """As `held`; one that is frozen is woken for it, without its programs, and frozen again afterwards."""
+        if not self._is_frozen:
+            async with self.held():
+                yield
+            return
+        try:
+            await self._wake_init()
+            yield
+        finally:
+            await finished(self._rest_again())
+
+    async def _wake_init(self) -> None:
+        """Let a frozen QEMU answer, and its guest's processors run; the programs stand still."""
+        await self.outer.thaw(0.0)
+        await self.machine.cont()
+
+    async def _rest_again(self) -> None:
+        await self.machine.stop()
+        await self.outer.freeze()
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
@@ -234,20 +297,15 @@ class MachineHandle(HostedHandle):
 
     async def _dump(self, target: Path, *, keep: bool, with_disk: bool) -> MemoryRecord:
         os.mkdir(target, 0o700)
-        was_frozen, done = self._is_frozen, False
+        was_frozen = self._is_frozen
         try:
-            if was_frozen:
-                await self.outer.thaw(0.0)  # QEMU is to answer; its guest stands still
-                await self.machine.cont()
-            else:
-                self.guest.at_work.clear()
-                await self.guest.request(wire.hold)
-            await self._detach()
-            await self.machine.stop()
-            resident = await self.machine.save(target, self.shape.memory_mib, self.shape.disk if with_disk else None)
-            record = self._record(resident)
-            await asyncio.to_thread((target / RECORD).write_bytes, msgspec.json.encode(record))
-            done = True
+            try:
+                record = await self._store(target, was_frozen=was_frozen, with_disk=with_disk)
+            except BaseException:
+                await finished(self._as_before(was_frozen=was_frozen))
+                raise
+            if keep:
+                await finished(self._as_before(was_frozen=was_frozen))
             return record
         except BaseException as error:
             await finished(asyncio.to_thread(shutil.rmtree, target, ignore_errors=True))
@@ -256,18 +314,32 @@ class MachineHandle(HostedHandle):
             if isinstance(error, OSError):
                 raise BackendError(f"the memory of {self.sandbox_id} could not be stored: {error}") from error
             raise
-        finally:
-            if keep or not done:
-                await finished(self._as_before(was_frozen=was_frozen))
+
+    async def _store(self, target: Path, *, was_frozen: bool, with_disk: bool) -> MemoryRecord:
+        """Fill a memory directory. The machine stands still afterwards, and its init has let go of us."""
+        if was_frozen:
+            await self._wake_init()  # QEMU is to answer; its guest stands still
+        else:
+            self.guest.at_work.clear()
+            await self.guest.request(wire.hold)
+        await self._detach()
+        await self.machine.stop()
+        resident = await self.machine.save(target, self.shape.memory_mib, self.shape.disk if with_disk else None)
+        record = self._record(resident)
+        await asyncio.to_thread((target / RECORD).write_bytes, msgspec.json.encode(record))
+        return record
 
     async def _as_before(self, *, was_frozen: bool) -> None:
-        """After a dump: connected again, and running unless it was frozen."""
-        await self.machine.cont()
+        """After a dump: connected again, and running unless it was frozen. Where that fails, it has ended."""
         self.guest.on_lost = self.recover
-        await self.guest.reconnect(await self.connect())
+        await self._insist(self.machine.cont)
+        self.guest.close()  # a line takes one connection at a time
+        self.recover()
+        if self._recovering is not None:
+            await asyncio.wait({self._recovering})
         if was_frozen:
-            await self.machine.stop()
-            await self.outer.freeze()
+            await self._insist(self.guest.ping)
+            await self._rest_again()
         else:
             await self._go_on()
 
@@ -319,6 +391,17 @@ async def greeted(machine: Machine, secret: bytes, within_s: float) -> socket.so
         greeting.result()
     except BaseException:
         greeting.cancel()
-        sock.close()
+        try:
+            await finished(asyncio.gather(greeting, return_exceptions=True))  # it reads from the socket till then
+        finally:
+            sock.close()
         raise
     return sock
+
+
+async def last_words(machine: Machine) -> str:
+    """The end of what a guest's kernel has said, hostile text; empty where it can't be had."""
+    try:
+        return (await machine.console()).strip()[-CONSOLE_CHARS_MAX:]
+    except (BarchanError, OSError):
+        return ""  # of a QEMU that is going: whatever it was asked for has another reason to tell
