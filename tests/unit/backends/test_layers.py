@@ -1,5 +1,6 @@
 """Which layers stay mounted, with stand-ins for the supervisor and the reader."""
 
+import asyncio
 import errno
 import os
 from collections.abc import Sequence
@@ -137,3 +138,25 @@ async def test_a_file_system_whose_files_cannot_be_mounted_is_named(host: Host) 
     with pytest.raises(RequirementMissing, match=r"tmpfs.*on ext4, xfs or btrfs"):
         async with layers.mounted([Layer(A, "erofs")]):
             pass
+
+
+async def test_a_host_directory_that_a_create_comes_for_stays(host: Host) -> None:
+    """Also one that comes while it is being let go of."""
+    layers = make(host)
+    layer = layers.add_host("memory", Path("/srv/memory"))
+    await use(layers, (layer.digest, "dir"))
+    unlayer = host.ask
+
+    async def ask(op: str, **keys: Any) -> Answer:
+        answer = await unlayer(op, **keys)
+        if op == "unlayer":
+            creates.append(asyncio.ensure_future(use(layers, (layer.digest, "dir"))))
+            await asyncio.sleep(0)
+        return answer
+
+    creates: list[asyncio.Future[frozenset[str]]] = []
+    layers._ask = ask
+    assert not await layers.drop_host("memory")
+    assert await creates[0] == {layer.digest}
+    layers._ask = unlayer
+    assert await layers.drop_host("memory")

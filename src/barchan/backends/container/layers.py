@@ -71,6 +71,8 @@ class Layers:
         digest = f"{HOST_PREFIX}{name}"
         if self._starting[digest] or (digest in self._mounts and not await self._free(digest)):
             return False
+        if self._starting[digest] or digest in self._mounts:
+            return False  # a create has come for it meanwhile
         self._host.pop(digest, None)
         return True
 

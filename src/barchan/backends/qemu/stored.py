@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from barchan.backends.hosted.outer import HostLayer
@@ -12,9 +15,11 @@ from barchan.backends.qemu.links import Links
 from barchan.backends.qemu.machine import DISK, MEMORY, RAM_PATH, STATE, STATE_PATH
 from barchan.backends.qemu.shape import Shape
 from barchan.core.finished import finished
+from barchan.errors import BarchanError
 
 TEMPLATES_BYTES_MAX = 4 << 30  # of templates' memory on disk; of the least used ones it is removed beyond that
 TEMPLATES_MAX = 32
+_ONCE = "memory-"
 Drop = Callable[[str], Awaitable[bool]]
 
 
@@ -30,11 +35,24 @@ class Stored:
         self._root = root
         self._links = links
         self._drop = drop
-        self._making: dict[str, asyncio.Lock] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._takers: Counter[str] = Counter()
+        self._refused: set[str] = set()  # layers of sandboxes that are gone, which the supervisor has not let go yet
 
     def turn(self, key: str) -> asyncio.Lock:
-        """Of whoever makes a template's memory."""
-        return self._making.setdefault(key, asyncio.Lock())
+        """Of whoever makes a template's memory, or removes it."""
+        return self._turns.setdefault(key, asyncio.Lock())
+
+    @contextmanager
+    def taking(self, key: str) -> Iterator[None]:
+        """Inside, a template's memory stays, if it is there: a machine is being made of it."""
+        self._takers[key] += 1
+        try:
+            yield
+        finally:
+            self._takers[key] -= 1
+            if not self._takers[key]:
+                del self._takers[key]
 
     def directory(self, key: str) -> Path:
         """A template's memory directory, whether or not it is there."""
@@ -46,7 +64,8 @@ class Stored:
         return self._root / f"{key}.{os.getpid()}-{time.monotonic_ns()}.part"
 
     def keep(self, part: Path, key: str) -> None:
-        """It is whole: from now on it is the template's."""
+        """It is whole: from now on it is the template's, and the newest."""
+        os.utime(part)
         part.rename(self._root / key)
 
     async def template(self, key: str, shape: Shape) -> HostLayer | None:
@@ -58,8 +77,11 @@ class Stored:
         return await asyncio.to_thread(self._layer, f"template-{key}", directory, shape)
 
     async def once(self, sandbox_id: str, memory: Path, shape: Shape) -> HostLayer:
-        """The layer of a memory directory for one sandbox, which keeps it until `left`."""
-        return await asyncio.to_thread(self._layer, _once(sandbox_id), memory, shape)
+        """The layer of a memory directory for one sandbox, which keeps it until `left`.
+
+        It has a name that no other has: a sandbox may come back from another memory while what it was before is going.
+        """
+        return await asyncio.to_thread(self._layer, f"{_once(sandbox_id)}-{secrets.token_hex(4)}", memory, shape)
 
     def _layer(self, name: str, memory: Path, shape: Shape) -> HostLayer:
         files = {RAM_PATH: memory / MEMORY, STATE_PATH: memory / STATE}
@@ -68,47 +90,78 @@ class Stored:
         return self._links.make(name, files)
 
     async def left(self, sandbox_id: str) -> None:
-        """A sandbox is gone: what only it had used goes, too."""
-        name = _once(sandbox_id)
-        if self._links.layer(name).path.exists() and await self._drop(self._links.layer(name).name):
+        """A sandbox is gone: what only it had used goes, too, at the latest by `retry`."""
+        for name in await asyncio.to_thread(self._links.names):
+            if _owner(name) == _once(sandbox_id):
+                await self._remove_once(name)
+
+    async def retry(self) -> None:
+        """Remove what could not be when its sandbox left."""
+        for name in list(self._refused):
+            await self._remove_once(name)
+
+    async def _remove_once(self, name: str) -> None:
+        self._refused.add(name)
+        try:
+            is_free = await self._drop(self._links.layer(name).name)
+        except BarchanError:
+            return  # asked again by and by; the sandbox itself is gone
+        if is_free:
             await finished(asyncio.to_thread(self._links.remove, name))
+            self._refused.discard(name)
 
     async def clean(self, alive: set[str]) -> None:
-        """After a node's start: remove what nobody uses, of sandboxes that are gone and of makers that died."""
+        """Before anything is made: remove what nobody uses, of sandboxes that are gone and of makers that died."""
         for path in await asyncio.to_thread(lambda: list(self._root.glob("*.part"))):
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+        await asyncio.to_thread(self._links.clean)
+        owners = set(map(_once, alive))
         for name in await asyncio.to_thread(self._links.names):
-            if name.startswith("memory-") and name not in map(_once, alive):
-                await self.left(name.removeprefix("memory-"))
+            if name.startswith(_ONCE) and _owner(name) not in owners:
+                await self._remove_once(name)
 
     async def shrink(self) -> list[str]:
         """Remove templates' memory that is beyond the bounds and that no machine uses; returns their keys."""
         removed = []
         for key in await asyncio.to_thread(self._beyond):
-            name = f"template-{key}"
-            if await self._drop(self._links.layer(name).name):
-                await finished(asyncio.to_thread(self._links.remove, name))
-                await finished(asyncio.to_thread(shutil.rmtree, self._root / key, ignore_errors=True))
-                removed.append(key)
+            if not self._takers[key] and not self.turn(key).locked():
+                async with self.turn(key):
+                    if await self._remove_template(key):
+                        removed.append(key)
         return removed
 
+    async def _remove_template(self, key: str) -> bool:
+        name = f"template-{key}"
+        if not await self._drop(self._links.layer(name).name) or self._takers[key]:
+            return False
+        part = self.part(key)
+        self.directory(key).rename(part)  # at once: who comes now finds none, and waits for the turn to make it
+        await finished(asyncio.to_thread(self._links.remove, name))
+        await finished(asyncio.to_thread(shutil.rmtree, part, ignore_errors=True))
+        return True
+
     def _beyond(self) -> list[str]:
-        """Keys of those that are too many or too large, the least used first."""
+        """Keys of those that are too many or too large, the least used first; the one used last is never among them."""
         found = []
         for path in self._root.iterdir() if self._root.exists() else ():
             if path.suffix != ".part":
                 found.append((path.stat().st_mtime, path.name, _on_disk(path)))
         found.sort(reverse=True)
-        total, kept = 0, []
+        total, beyond = 0, []
         for index, (_, key, size) in enumerate(found):
             total += size
-            if total > TEMPLATES_BYTES_MAX or index >= TEMPLATES_MAX:
-                kept.append(key)
-        return kept[::-1]
+            if index and (total > TEMPLATES_BYTES_MAX or index >= TEMPLATES_MAX):
+                beyond.append(key)
+        return beyond[::-1]
 
 
 def _once(sandbox_id: str) -> str:
-    return f"memory-{sandbox_id.replace('_', '-')}"
+    """What the names of a sandbox's own layers begin with."""
+    return f"{_ONCE}{sandbox_id.replace('_', '-')}"
+
+
+def _owner(name: str) -> str:
+    return name.rpartition("-")[0]
 
 
 def _on_disk(directory: Path) -> int:
