@@ -67,6 +67,12 @@ class Outers:
         """Ids of the sandboxes whose outers are alive."""
         return [guest_of(found) for found in await self.container.found_all() if backend_of(found) == self.backend]
 
+    def let_go(self, outer: ContainerHandle) -> None:
+        """Close what this node has of one, which lives on."""
+        outer.guest.close()
+        self.container.forget(outer.sandbox_id)
+        outer.release()
+
     async def discard(self, sandbox_id: str) -> None:
         """Remove one. Raises `NotFound` where there is none."""
         await self.container.discard(outer_id(sandbox_id, self.backend))

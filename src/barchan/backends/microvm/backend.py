@@ -93,8 +93,7 @@ class MicrovmBackend(MachineBackend):
         try:
             (await greeted(machine, secrets.token_bytes(32), PROBE_S)).close()
         finally:
-            machine.close()
-            await finished(self._abandon(sandbox_id))
+            await finished(self._abandon(sandbox_id, machine))
 
     async def given(self, outer: ContainerHandle, shape: Shape) -> None:
         if shape.engine["acceleration"] == "kvm":
@@ -173,6 +172,7 @@ class MicrovmBackend(MachineBackend):
         )
 
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
+        await super().unmount(digests)
         kernel = self._kernel.digest[:32]
         for name in await asyncio.to_thread(disks.unneeded, self.links, self.host.images, kernel):
             if await self.outers.drop_layer(self.links.layer(name).name):

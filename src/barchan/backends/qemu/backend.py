@@ -3,7 +3,9 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,18 +13,29 @@ from msgspec import Struct
 
 from barchan.backends.base import Host
 from barchan.backends.container.backend import ContainerHandle
+from barchan.backends.container.interpreter_start import memory_mib
 from barchan.backends.hosted import serial
 from barchan.backends.hosted.backend import HostedBackend
 from barchan.backends.hosted.outer import HostLayer
 from barchan.backends.qemu.guest import CountingGuest
-from barchan.backends.qemu.handle import MachineHandle, greeted
+from barchan.backends.qemu.handle import MachineHandle, greeted, last_words
 from barchan.backends.qemu.links import Links
 from barchan.backends.qemu.machine import Machine
 from barchan.backends.qemu.shape import Shape
 from barchan.backends.qemu.slots import Kind, MachineSlots, kind_of
 from barchan.backends.qemu.stored import Stored
 from barchan.core.finished import finished
-from barchan.errors import BarchanError, BootFailed, ConnectionLost, NotFound, ReadTimeout, SnapshotCorrupt
+from barchan.errors import (
+    BarchanError,
+    BootFailed,
+    CapacityError,
+    InitDied,
+    NotFound,
+    ProtocolError,
+    SnapshotCorrupt,
+    TransportError,
+)
+from barchan.image.disk import NO_ROOM
 from barchan.image.template import Layer, Template
 from barchan.model.sandbox import SandboxSpec
 from barchan.model.snapshot import MemoryRecord
@@ -63,7 +76,7 @@ class MachineBackend(HostedBackend):
         self.links = Links(self.name, folder / "layers")
         self._stored = Stored(folder / "templates", self.links, lambda name: self.outers.drop_layer(name))
         self._kinds: dict[Kind, tuple[SandboxSpec, Shape]] = {}
-        self.machine_slots = MachineSlots(self._fill)
+        self.machine_slots = MachineSlots(self._fill, lambda: memory_mib("MemAvailable"))
         self.slots = self.machine_slots
 
     async def shape(self, spec: SandboxSpec, template: Template, image: Sequence[Layer] | None = None) -> Shape:
@@ -97,6 +110,15 @@ class MachineBackend(HostedBackend):
     async def start(self) -> None:
         await asyncio.to_thread(self._notes.mkdir, 0o700, parents=True, exist_ok=True)
         await super().start()
+        await self._clean()
+
+    async def _clean(self) -> None:
+        """Remove what an earlier node left of sandboxes that are gone. None is made before this returns."""
+        alive = set(await self.found())
+        for path in await asyncio.to_thread(lambda: list(self._notes.glob("*.json"))):
+            if path.stem not in alive:
+                path.unlink(missing_ok=True)
+        await self._stored.clean(alive)
 
     # new ones
 
@@ -107,19 +129,20 @@ class MachineBackend(HostedBackend):
         self.machine_slots.begin()
         try:
             shape = await self.shape(spec, template)
-            if cut is not None:
-                handle = await self._boot(sandbox_id, spec, shape, cut)
-            else:
-                kind = kind_of(spec, template)
-                self._kinds[kind] = spec, shape
-                handle = await self._of_template(sandbox_id, spec, shape)
-                self.machine_slots.used(kind, sandbox_id)
-            try:
-                await handle.go_on_inside()
-            except BaseException:
-                await asyncio.shield(handle.destroy())
-                raise
-            return handle
+            with _coming_up(sandbox_id):
+                if cut is not None:
+                    handle = await self._boot(sandbox_id, spec, shape, cut)
+                else:
+                    kind = kind_of(spec, template)
+                    self._kinds[kind] = spec, shape
+                    handle = await self._of_template(sandbox_id, spec, shape)
+                    self.machine_slots.used(kind, sandbox_id)
+                try:
+                    await handle.go_on_inside()
+                except BaseException:
+                    await finished(handle.destroy())
+                    raise
+                return handle
         finally:
             self.machine_slots.end()
 
@@ -128,14 +151,18 @@ class MachineBackend(HostedBackend):
         waiting = await self.machine_slots.claim(sandbox_id)
         if waiting is not None:
             return await self._become(waiting, spec)
-        layer = await self._stored.template(shape.key, shape)
-        if layer is None:
-            async with self._stored.turn(shape.key):
-                layer = await self._stored.template(shape.key, shape)
-                if layer is None:
-                    handle = await self._boot(sandbox_id, spec, shape, None)
-                    await self._keep(handle, shape)
-                    return handle
+        with self._stored.taking(shape.key):
+            layer = await self._stored.template(shape.key, shape)
+            if layer is None:
+                async with self._stored.turn(shape.key):
+                    layer = await self._stored.template(shape.key, shape)
+                    if layer is None:
+                        handle = await self._boot(sandbox_id, spec, shape, None)
+                        await self._keep(handle, shape)
+                        return handle
+            return await self._clone(sandbox_id, spec, shape, layer)
+
+    async def _clone(self, sandbox_id: str, spec: SandboxSpec, shape: Shape, layer: HostLayer) -> MachineHandle:
         machine = await self._prepare(sandbox_id, shape, layer)
         return await self._go(sandbox_id, spec, shape, machine, self._stored.directory(shape.key))
 
@@ -160,9 +187,10 @@ class MachineBackend(HostedBackend):
                 {"message": f"the memory of a {self.name} template was not kept", "exception": error}
             )
             if handle.ended.done():
-                raise
+                await finished(handle.destroy())
+                raise BootFailed(f"the machine of {handle.sandbox_id} ended when it had booted: {error}") from error
         except BaseException:
-            await asyncio.shield(handle.destroy())
+            await finished(handle.destroy())
             raise
 
     # from memory
@@ -186,24 +214,25 @@ class MachineBackend(HostedBackend):
         check_engine(record, self.name, shape.engine)
         self.machine_slots.begin()
         try:
-            layer = await self._stored.once(sandbox_id, memory, shape)
-            try:
-                machine = await self._prepare(sandbox_id, shape, layer, None if shape.stores_disk else cut)
-                return await self._go(sandbox_id, spec, shape, machine, memory)
-            except BaseException:
-                await finished(self._left(sandbox_id))
-                raise
+            with _coming_up(sandbox_id):
+                try:
+                    layer = await self._stored.once(sandbox_id, memory, shape)
+                    machine = await self._prepare(sandbox_id, shape, layer, None if shape.stores_disk else cut)
+                    return await self._go(sandbox_id, spec, shape, machine, memory)
+                except BaseException:
+                    await finished(self._left(sandbox_id))
+                    raise
         finally:
             self.machine_slots.end()
 
     async def _fill(self, kind: Kind, sandbox_id: str) -> MachineHandle:
         """A clone that has started a program once, so that its QEMU has that part of the guest's kernel translated."""
         spec, shape = self._kinds[kind]
-        layer = await self._stored.template(shape.key, shape)
-        if layer is None:
-            raise NotFound("its template's memory was removed")
-        machine = await self._prepare(sandbox_id, shape, layer)
-        handle = await self._go(sandbox_id, spec, shape, machine, self._stored.directory(shape.key))
+        with self._stored.taking(shape.key):
+            layer = await self._stored.template(shape.key, shape)
+            if layer is None:
+                raise NotFound("its template's memory was removed")
+            handle = await self._clone(sandbox_id, spec, shape, layer)
         try:
             await handle.go_on_inside()
             await self.warm_up(handle)
@@ -243,8 +272,7 @@ class MachineBackend(HostedBackend):
         try:
             await machine.load(memory)
         except BaseException:
-            machine.close()
-            await asyncio.shield(self._abandon(sandbox_id))
+            await finished(self._abandon(sandbox_id, machine))
             raise
         return await self._equip(sandbox_id, spec, shape, machine, _again)
 
@@ -270,7 +298,7 @@ class MachineBackend(HostedBackend):
                     await self.fresh(outer, shape)
                 return await Machine.start(outer, argv)
             except BaseException:
-                await asyncio.shield(outer.destroy())
+                await finished(outer.destroy())
                 raise
         except BaseException:
             await finished(self._left(sandbox_id))
@@ -284,18 +312,19 @@ class MachineBackend(HostedBackend):
         try:
             try:
                 guest = await CountingGuest.open(await first(machine, secret))
-            except (ConnectionLost, ReadTimeout, OSError, TimeoutError) as error:
-                console = (await machine.console()).strip()[-300:]
-                raise BootFailed(
-                    f"the guest of {sandbox_id} does not come up: {error}; {console or machine.said()}"
-                ) from error
-            handle = self.handle(sandbox_id, machine, guest, spec, shape, secret, self._left)
-            await self.settle(handle)
-            return handle
+            except (TransportError, ProtocolError, OSError) as error:
+                said = await last_words(machine) or machine.said()
+                raise BootFailed(f"the guest of {sandbox_id} does not come up: {error}; {said}") from error
         except BaseException:
-            machine.close()
-            await asyncio.shield(self._abandon(sandbox_id))
+            await finished(self._abandon(sandbox_id, machine))
             raise
+        handle = self.handle(sandbox_id, machine, guest, spec, shape, secret, self._left)
+        try:
+            await self.settle(handle)
+        except BaseException:
+            await finished(handle.destroy())
+            raise
+        return handle
 
     async def settle(self, handle: MachineHandle) -> None:
         """Give a guest that nobody has used yet what is its own: entropy, name and time."""
@@ -310,14 +339,23 @@ class MachineBackend(HostedBackend):
         note = await asyncio.to_thread(self._read_note, sandbox_id)
         layers = tuple(HostLayer(name, Path(path)) for name, path in note.layers)
         shape = await self.shape(spec, template, note.image)
-        outer = await self.outers.adopt(sandbox_id, shape.outer, layers, template=shape.below)
-        await outer.thaw(0.0)
-        machine = await Machine.find(outer)
-        await machine.cont()
-        secret = serial.secret(self.host.state_dir, sandbox_id)
-        guest = await CountingGuest.open(await greeted(machine, secret, WAKE_S))
-        await guest.count()
-        return self.handle(sandbox_id, machine, guest, spec, shape, secret, self._left)
+        with _coming_up(sandbox_id):
+            outer = await self.outers.adopt(sandbox_id, shape.outer, layers, template=shape.below)
+            closing: list[Callable[[], None]] = [partial(self.outers.let_go, outer)]
+            try:
+                await outer.thaw(0.0)
+                machine = await Machine.find(outer)
+                closing.append(machine.close)
+                await machine.cont()
+                secret = serial.secret(self.host.state_dir, sandbox_id)
+                guest = await CountingGuest.open(await greeted(machine, secret, WAKE_S))
+                closing.append(guest.close)
+                await guest.count()
+            except BaseException:
+                for close in reversed(closing):
+                    close()
+                raise
+            return self.handle(sandbox_id, machine, guest, spec, shape, secret, self._left)
 
     def _note(self, sandbox_id: str) -> Path:
         return self._notes / f"{sandbox_id}.json"
@@ -328,11 +366,11 @@ class MachineBackend(HostedBackend):
         except (OSError, msgspec.MsgspecError) as error:
             raise BootFailed(f"what {sandbox_id} was made of is not known any more: {error}") from error
 
-    async def _abandon(self, sandbox_id: str) -> None:
+    async def _abandon(self, sandbox_id: str, machine: Machine) -> None:
+        """Remove a machine that has no handle."""
+        machine.close()
         try:
-            await self.outers.discard(sandbox_id)
-        except NotFound:
-            pass  # it has gone by itself
+            await machine.outer.destroy()
         finally:
             await self._left(sandbox_id)
 
@@ -347,15 +385,8 @@ class MachineBackend(HostedBackend):
         finally:
             await self._left(sandbox_id)
 
-    def adopted(self) -> None:
-        self._cleaning = asyncio.get_running_loop().create_task(self._clean())
-
-    async def _clean(self) -> None:
-        alive = set(await self.found())
-        for path in await asyncio.to_thread(lambda: list(self._notes.glob("*.json"))):
-            if path.stem not in alive:
-                path.unlink(missing_ok=True)
-        await self._stored.clean(alive)
+    async def unmount(self, digests: Iterable[str] | None = None) -> None:
+        await self._stored.retry()
 
     async def close(self) -> None:
         await self.machine_slots.close()
@@ -366,3 +397,14 @@ class MachineBackend(HostedBackend):
 
 async def _again(machine: Machine, secret: bytes) -> socket.socket:
     return await greeted(machine, secret, WAKE_S)
+
+
+@contextmanager
+def _coming_up(sandbox_id: str) -> Iterator[None]:
+    """What a machine fails by that comes up is told as that."""
+    try:
+        yield
+    except (InitDied, TransportError, ProtocolError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            raise CapacityError(f"the node's disk has no room for {sandbox_id}", retry_after_ms=1000) from error
+        raise BootFailed(f"the machine of {sandbox_id} does not come up: {error}") from error

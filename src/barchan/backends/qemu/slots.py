@@ -7,10 +7,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from barchan.backends.base import SlotCounts
 from barchan.backends.qemu.handle import MachineHandle
-from barchan.core.finished import finished
 from barchan.errors import BarchanError
 from barchan.image.template import Template
 from barchan.model.sandbox import SandboxSpec
@@ -19,27 +19,40 @@ KINDS_MAX = 3  # for which there are slots at a time: those asked for last
 PER_KIND = max(2, os.cpu_count() or 1)
 IDLE_S = 120.0  # after the last create of a kind, its slots go
 LOOK_S = 5.0
-Kind = tuple[object, ...]
+MEMORY_LEFT_MIB = 2048  # that the host must have beside a slot
+
+
+class Kind(NamedTuple):
+    """All of a spec that a waiting machine, or its outer, was given; the rest it is told when it goes on."""
+
+    digest: str
+    layers: tuple[str, ...]
+    memory_mib: int
+    outer: tuple[object, ...]
 
 
 def kind_of(spec: SandboxSpec, template: Template) -> Kind:
-    """All of a spec that a waiting machine, or its outer, was given; the rest it is told when it goes on."""
-    outer = (spec.memory_mib, spec.cpus, spec.cpu_class, spec.pids_max, spec.disk_mib, spec.network, spec.root)
-    return (template.digest, tuple(layer.digest for layer in template.layers), *outer)
+    outer = (spec.cpus, spec.cpu_class, spec.pids_max, spec.disk_mib, spec.network, spec.root)
+    return Kind(template.digest, tuple(layer.digest for layer in template.layers), spec.memory_mib, outer)
 
 
 class MachineSlots:
-    """See `backends.base.Slots`. They are filled one after the other while no create is under way.
+    """See `backends.base.Slots`. They are filled one after the other while no create is under way and memory is left.
 
     Args:
         fill: Makes one of a kind, under an id, which is frozen then.
+        available_mib: What the host has of memory now.
     """
 
-    def __init__(self, fill: Callable[[Kind, str], Awaitable[MachineHandle]]) -> None:
+    def __init__(self, fill: Callable[[Kind, str], Awaitable[MachineHandle]], available_mib: Callable[[], int]) -> None:
         self._fill = fill
+        self._available_mib = available_mib
         self._ready: OrderedDict[Kind, dict[str, MachineHandle]] = OrderedDict()
         self._used_at: dict[Kind, float] = {}
+        self._refused: set[Kind] = set()  # of which none could be made; the next create of it asks again
         self._lent: dict[str, tuple[Kind, MachineHandle]] = {}
+        self._dropping: set[asyncio.Task[None]] = set()
+        self._is_on = True
         self._prefix = ""
         self._filler: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
@@ -51,8 +64,10 @@ class MachineSlots:
     # what a node asks
 
     async def keep(self, count: int, prefix: str) -> SlotCounts:
-        if count == 0:
-            await self._drop(list(self._ready))
+        self._is_on = count > 0
+        if not self._is_on:
+            self._used_at.clear()
+            await self._drop_unwanted()
         return SlotCounts(
             ready=sum(map(len, self._ready.values())),
             filling=int(self._is_filling),
@@ -78,7 +93,10 @@ class MachineSlots:
 
     def put_back(self, sandbox_id: str) -> None:
         kind, handle = self._lent.pop(sandbox_id)
-        self._ready.setdefault(kind, {})[sandbox_id] = handle
+        if kind in self._used_at:
+            self._ready.setdefault(kind, {})[sandbox_id] = handle
+        else:
+            self._drop(handle)
 
     async def let_go(self, sandbox_id: str) -> None:
         _, handle = self._lent.pop(sandbox_id)
@@ -101,7 +119,10 @@ class MachineSlots:
 
     def used(self, kind: Kind, sandbox_id: str) -> None:
         """A sandbox of that kind was made: others may follow."""
+        if not self._is_on:
+            return
         self._prefix = sandbox_id.rpartition("_")[0] + "_"
+        self._refused.discard(kind)
         self._used_at[kind] = time.monotonic()
         self._ready.setdefault(kind, {})
         self._ready.move_to_end(kind)
@@ -117,11 +138,6 @@ class MachineSlots:
         self._creates -= 1
         self._wanted.set()
 
-    async def forget(self, kind: Kind) -> None:
-        """What they wait for is no more."""
-        self._used_at.pop(kind, None)
-        await self._drop([kind])
-
     async def close(self) -> None:
         """Fill no more. Those that are there stay, unknown to the next node, which removes them."""
         if self._filler is not None:
@@ -131,19 +147,19 @@ class MachineSlots:
             for handle in found.values():
                 handle.let_go()
         self._ready.clear()
+        await self._dropped()
 
     async def _run(self) -> None:
         while self._used_at:
             self._wanted.clear()
             now = time.monotonic()
             wanted = sorted(self._used_at, key=self._used_at.__getitem__, reverse=True)
-            old = [kind for kind in wanted[KINDS_MAX:] or () if self._ready.get(kind)]
-            idle = [kind for kind in wanted if now - self._used_at[kind] > IDLE_S]
-            for kind in {*idle, *wanted[KINDS_MAX:]}:
-                del self._used_at[kind]
-            await self._drop({*old, *idle})
+            for index, kind in enumerate(wanted):
+                if index >= KINDS_MAX or now - self._used_at[kind] > IDLE_S:
+                    del self._used_at[kind]
+            await self._drop_unwanted()
             lacking = next((kind for kind in wanted if self._lacks(kind)), None)
-            if lacking is not None and self._creates == 0:
+            if lacking is not None and self._creates == 0 and self._has_room(lacking):
                 await self._fill_one(lacking)
                 continue
             with suppress(TimeoutError):
@@ -151,7 +167,11 @@ class MachineSlots:
                     await self._wanted.wait()
 
     def _lacks(self, kind: Kind) -> bool:
-        return kind in self._used_at and len(self._ready.get(kind, ())) < PER_KIND
+        is_wanted = kind in self._used_at and kind not in self._refused
+        return is_wanted and len(self._ready.get(kind, ())) < PER_KIND
+
+    def _has_room(self, kind: Kind) -> bool:
+        return self._available_mib() >= kind.memory_mib + MEMORY_LEFT_MIB
 
     async def _fill_one(self, kind: Kind) -> None:
         sandbox_id = self._prefix + secrets.token_hex(6)
@@ -160,7 +180,7 @@ class MachineSlots:
         try:
             handle = await self._fill(kind, sandbox_id)
         except (BarchanError, OSError) as error:
-            self._used_at.pop(kind, None)  # the next create of this kind asks again
+            self._refused.add(kind)
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "starting a machine ahead failed", "exception": error}
             )
@@ -172,9 +192,31 @@ class MachineSlots:
         if kind in self._used_at:
             self._ready.setdefault(kind, {})[sandbox_id] = handle
         else:
-            await handle.destroy()
+            self._drop(handle)
 
-    async def _drop(self, kinds: "list[Kind] | set[Kind]") -> None:
-        for kind in kinds:
-            for handle in self._ready.pop(kind, {}).values():
-                await finished(handle.destroy())
+    async def _drop_unwanted(self) -> None:
+        """Those of kinds that nobody has asked for lately."""
+        self._refused &= self._used_at.keys()
+        for kind in [kind for kind in self._ready if kind not in self._used_at]:
+            for handle in self._ready.pop(kind).values():
+                self._drop(handle)
+        await self._dropped()
+
+    async def _dropped(self) -> None:
+        """Return when those that are going have gone, whoever waits for that no more."""
+        if self._dropping:
+            await asyncio.wait(self._dropping)
+
+    def _drop(self, handle: MachineHandle) -> None:
+        task = asyncio.get_running_loop().create_task(_destroyed(handle))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+
+
+async def _destroyed(handle: MachineHandle) -> None:
+    try:
+        await handle.destroy()
+    except (BarchanError, OSError) as error:  # of one; the others have nothing to do with it
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "removing a machine that was started ahead failed", "exception": error}
+        )
