@@ -197,7 +197,10 @@ class Lab:
         async with asyncio.timeout(WAIT_S):
             while True:
                 await asyncio.sleep(0)
-                for pid in path.read_text().split() if path.exists() else []:
+                pids: list[str] = []
+                with suppress(OSError):  # not there yet, or no more
+                    pids = path.read_text().split()
+                for pid in pids:
                     with suppress(FileNotFoundError, ProcessLookupError):
                         if mark in Path(f"/proc/{pid}/cmdline").read_bytes():
                             return int(pid)

@@ -254,10 +254,12 @@ async def test_a_restore_that_fails_leaves_nothing(lab: Lab) -> None:
     with pytest.raises(BootFailed):
         await lab.restore("sb_damaged", (target, record), cut="whole")
     image.write_bytes(content)
-    restoring = asyncio.create_task(lab.restore("sb_killed", (target, record), cut="whole"))
-    await lab.kill_criu("sb_killed", b"--restore-detached")
-    with pytest.raises(BootFailed):
-        await restoring
+    with open(target / "criu" / "complete", "w") as pages:  # which CRIU waits for: it is not done before it is killed
+        fcntl.flock(pages, fcntl.LOCK_EX)
+        restoring = asyncio.create_task(lab.restore("sb_killed", (target, record), cut="whole"))
+        await lab.kill_criu("sb_killed", b"--restore-detached")
+        with pytest.raises(BootFailed):
+            await restoring
     for path in (target / "criu").glob("userns-*.img"):
         path.rename(target / "userns")
     with pytest.raises(SnapshotCorrupt):

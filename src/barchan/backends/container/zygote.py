@@ -37,6 +37,7 @@ CALLS_PREFIX = "ca_"  # of the ids of the sandboxes in which calls run
 ZYGOTES_MAX = 32
 IDLE_S = 120.0  # for which one is kept that no sandbox needs
 ENTER_S = 10.0
+END_SEEN_S = 2.0
 ENTERING_MAX = 32  # forks of one zygote under way; it works at one after the other
 DISK_MIB, PIDS_MAX, CPUS = 1024, 512, 2.0
 RETRY_AFTER_MS = 5000
@@ -103,6 +104,12 @@ class _Zygote:
     def is_ready(self) -> bool:
         return self.process is not None and not self.process.ended.done()
 
+    async def has_ended(self) -> bool:
+        """Whether its interpreter has, which is seen a while after the interpreter answers nobody any more."""
+        if self.process is not None:
+            await asyncio.wait({self.process.ended}, timeout=END_SEEN_S)
+        return not self.is_ready
+
 
 class _User:
     """One sandbox of a zygote, and the line to the server in it. The line's end is the server's."""
@@ -124,7 +131,6 @@ class _User:
     def _readable(self) -> None:
         """It says nothing more: this is its end, or a guest's nonsense, and either way it is done with."""
         self.let_go()
-
 
     def let_go(self) -> None:
         if self.line is not None:
@@ -205,9 +211,9 @@ class Zygotes:
                 try:
                     await self._enter(sandbox_id, user)
                 except BackendError:
-                    if user.zygote.is_ready:
+                    if not await user.zygote.has_ended():
                         raise
-                    await self._enter(sandbox_id, user)  # its end was seen late
+                    await self._enter(sandbox_id, user)
             return user.name
 
     def take_line(self, sandbox_id: str) -> socket.socket:
