@@ -1,7 +1,6 @@
 """A node's end of the connection to one guest init, whatever carries it."""
 
 import asyncio
-import errno
 import itertools
 import os
 import socket
@@ -10,14 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Self, cast
 
-from barchan.backends.starts import Starts
+from barchan.backends.starts import Starts, start_error
 from barchan.errors import (
     BackendError,
-    CallerError,
-    Conflict,
     ConnectionLost,
     InitDied,
-    InvalidSpec,
     NotFound,
     ReadTimeout,
     RemoteProtocolError,
@@ -240,7 +236,11 @@ class GuestConnection:
     async def open(cls, sock: socket.socket) -> Self:
         """Take over a socket on which the HELLO was already sent, and wait for its answer."""
         connection = cls()
-        await connection.reconnect(sock)
+        try:
+            await connection.reconnect(sock)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     async def reconnect(self, sock: socket.socket) -> None:
@@ -416,7 +416,7 @@ class GuestConnection:
                     if self.at_work.is_set():
                         await self.request(start.encode, on_reply=register)
         except OSError as error:
-            raise _start_error(error, start.process_id) from error
+            raise start_error(error, start.process_id) from error
         ((process, existing),) = found
         if existing and reader is not None:
             await process.add_reader(reader)
@@ -483,16 +483,6 @@ class GuestConnection:
 def _expire(future: asyncio.Future[wire.Frame], timeout_s: float) -> None:
     if not future.done():
         future.set_exception(ReadTimeout(f"the guest init did not answer within {timeout_s:g} s"))
-
-
-def _start_error(error: OSError, process_id: str) -> Exception:
-    if error.errno == errno.EEXIST:
-        return Conflict(f"process id {process_id!r} was used for something else", process_id=process_id)
-    if error.errno in (errno.EINVAL, errno.E2BIG, errno.ENAMETOOLONG):
-        return InvalidSpec(f"the guest can't start this: {error.strerror}", process_id=process_id)
-    if error.errno in (errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFILE):
-        return CallerError(f"the guest has no room for another process: {error.strerror}", process_id=process_id)
-    return BackendError(f"the guest init could not start it: {error.strerror}", errno=error.errno or 0)
 
 
 def init_died(sandbox_id: str, wstatus: int) -> InitDied:

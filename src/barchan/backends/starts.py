@@ -5,8 +5,11 @@ answering anything: so nothing may be starting when a guest is stopped for longe
 """
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+from barchan.errors import BackendError, CallerError, Conflict, InvalidSpec
 
 
 class Starts:
@@ -42,3 +45,14 @@ class Starts:
             yield
         finally:
             self._may_begin.set()
+
+
+def start_error(error: OSError, process_id: str) -> Exception:
+    """What the init's answer to a start is to whoever asked for it."""
+    if error.errno == errno.EEXIST:
+        return Conflict(f"process id {process_id!r} was used for something else", process_id=process_id)
+    if error.errno in (errno.EINVAL, errno.E2BIG, errno.ENAMETOOLONG):
+        return InvalidSpec(f"the guest can't start this: {error.strerror}", process_id=process_id)
+    if error.errno in (errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFILE):
+        return CallerError(f"the guest has no room for another process: {error.strerror}", process_id=process_id)
+    return BackendError(f"the guest init could not start it: {error.strerror}", errno=error.errno or 0)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -61,26 +62,59 @@ def test_a_signal_comes_through_the_starter() -> None:
     assert os.waitstatus_to_exitcode(end_of(70 << 8)) == 70
 
 
-def exit_frame(wstatus: int) -> wire.Frame:
-    return wire.Frame(kind=wire.Pushed.EXIT, tag=0, body=struct.pack("<IiQQQQQQQ", 1, wstatus, *([0] * 7)))
+def exit_frame(handle: int, wstatus: int) -> wire.Frame:
+    return wire.Frame(kind=wire.Pushed.EXIT, tag=0, body=struct.pack("<IiQQQQQQQ", handle, wstatus, *([0] * 7)))
 
 
-async def told(kills: list[int], wstatus: int) -> int:
-    """The wait status that a program's end is told with, when the kernel's count goes through these."""
-    counts = iter(kills)
-    connection = GvisorConnection(8, lambda: next(counts))
-    process = GuestProcess(connection, "p", wire.Started(handle=1, pid=2, existing=False))
-    connection.processes[1] = process
-    connection.take(exit_frame(wstatus))
-    assert process.exit is not None
-    return process.exit.wstatus
+class Connection(GvisorConnection):
+    """To an init that starts whatever it is asked to."""
+
+    def __init__(self, oom_kills: Callable[[], int]) -> None:
+        super().__init__(8, oom_kills)
+        self._count = 0
+
+    async def request(self, make: Any, *, on_reply: Any = None, **_: Any) -> wire.Frame:
+        self._count += 1
+        frame = wire.Frame(kind=wire.Request.START, tag=1, body=struct.pack("<IIB", self._count, 2, 0))
+        on_reply(frame)
+        return frame
+
+    def ended(self, process: GuestProcess, wstatus: int) -> int:
+        """The wait status that a program's end is told with."""
+        self.take(exit_frame(process.handle, wstatus))
+        assert process.exit is not None
+        return process.exit.wstatus
 
 
 async def test_an_end_for_want_of_memory_is_sigkill() -> None:
-    """Where the kernel's count has risen, and only then."""
-    assert await told([0, 1], STUB_KILLED) == signal.SIGKILL
-    assert await told([1, 1], STUB_KILLED) == STUB_KILLED
-    assert await told([0], 2 << 8) == 2 << 8
+    """Where the kernel's count has risen during its life, once for each time, and only then."""
+    kills = 0
+    connection = Connection(lambda: kills)
+    first, second, third = [await connection.start(wire.Start(process_id=name, argv=("p",)), None) for name in "abc"]
+    assert connection.ended(third, STUB_KILLED) == STUB_KILLED
+    kills = 1
+    assert connection.ended(first, STUB_KILLED) == signal.SIGKILL
+    assert connection.ended(second, STUB_KILLED) == STUB_KILLED
+    kills = 2
+    last = await connection.start(wire.Start(process_id="d", argv=("p",)), None)
+    assert connection.ended(last, STUB_KILLED) == STUB_KILLED
+
+
+async def test_what_the_platform_started_ends_as_it_did() -> None:
+    """A grader's exit code is a verdict, whatever else was killed meanwhile. And a count that is gone is none."""
+    kills = 0
+    connection = Connection(lambda: kills)
+    start = wire.Start(process_id="grader", argv=("p",), flags=wire.StartFlag.PLATFORM)
+    grader = await connection.start(start, None)
+    kills = 1
+    assert connection.ended(grader, STUB_KILLED) == STUB_KILLED
+
+    def gone() -> int:
+        raise FileNotFoundError
+
+    connection = Connection(gone)
+    program = await connection.start(wire.Start(process_id="a", argv=("p",)), None)
+    assert connection.ended(program, STUB_KILLED) == STUB_KILLED
 
 
 class Made:
@@ -126,5 +160,12 @@ async def test_what_is_asked_for_twice_is_made_ahead() -> None:
     slots._lent[dead].ended.set_result(None)  # type: ignore[arg-type]
     again = await slots.create(dead, SPEC, TEMPLATE, None)
     assert not again.ended.done()
+    await filled(slots)
+    lent = slots.take(SPEC, TEMPLATE)
+    assert lent is not None
     counts = await slots.keep(0, "")
     assert (counts.claimed, counts.cold, counts.died, counts.ready) == (1, 3, 1, 0)
+    assert slots.is_lent(lent)
+    assert not slots._lent[lent].is_destroyed  # type: ignore[attr-defined]
+    slots.put_back(lent)
+    assert not slots.is_lent(lent)

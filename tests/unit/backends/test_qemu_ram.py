@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from barchan.backends.hosted import target
 from barchan.backends.qemu import ram
 from barchan.backends.qemu.machine import main_of
 from barchan.backends.qemu.ram import PAGE, Block, Process, blocks, copy_sparse
@@ -158,6 +159,6 @@ def test_a_file_is_copied_with_its_holes_and_within_its_bound(base: Path, tmp_pa
 
 def test_a_full_disk_is_not_filled_to_the_end(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything else that a node writes needs some of it."""
-    monkeypatch.setattr(ram, "FREE_BYTES_MIN", 1 << 60)
+    monkeypatch.setattr(target, "FREE_BYTES_MIN", 1 << 60)
     with base.open("rb") as source, pytest.raises(OSError, match="No space"):
         copy_sparse(source.fileno(), tmp_path / "copy")

@@ -147,11 +147,15 @@ class GvisorBackend(HostedBackend):
     async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> Handle:
         """See `Backend.adopt`."""
         outer = await self.outers.adopt(sandbox_id, outer_spec(spec), [self._layer], template=template)
-        runner, said = await outer.guest.find(PROCESS_ID), Starter()
-        if runner.exit is None:
-            await runner.add_reader(said)
-        await control.go_on(outer)
-        return await self._handle(sandbox_id, spec, template, Up(outer, runner, said))
+        try:
+            runner, said = await outer.guest.find(PROCESS_ID), Starter()
+            if runner.exit is None:
+                await runner.add_reader(said)
+            await control.go_on(outer)
+            return await self._handle(sandbox_id, spec, template, Up(outer, runner, said))
+        except BaseException:
+            self.outers.let_go(outer)
+            raise
 
     async def _try(self, name: str) -> None:
         """Run a guest of nothing by that platform."""
@@ -202,8 +206,12 @@ class GvisorBackend(HostedBackend):
         self, sandbox_id: str, spec: SandboxSpec, up: Up, stored: bytes | None = None
     ) -> GvisorConnection:
         guest = GvisorConnection(spec.pids_max, up.outer.oom_kills)
-        await guest.reconnect(await connect(up.outer, secret(self.host.state_dir, sandbox_id), stored))
-        await guest.request(lambda tag: wire.configure(tag, hostname=spec.hostname, pids=spec.pids_max))
+        try:
+            await guest.reconnect(await connect(up.outer, secret(self.host.state_dir, sandbox_id), stored))
+            await guest.request(lambda tag: wire.configure(tag, hostname=spec.hostname, pids=spec.pids_max))
+        except BaseException:
+            guest.close()
+            raise
         return guest
 
     async def _handle(

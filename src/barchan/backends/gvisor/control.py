@@ -12,8 +12,10 @@ from typing import Any, Final
 import msgspec
 
 from barchan.backends.container.backend import ContainerHandle
+from barchan.backends.gvisor.intake import Intake
 from barchan.backends.gvisor.spec import CONTAINER_ID, DOOR_DIR
 from barchan.backends.hosted.outer import reach
+from barchan.core.finished import finished
 from barchan.errors import BackendError, ConnectionLost
 
 DOOR: Final = f"{DOOR_DIR}/door"
@@ -133,12 +135,12 @@ class Sentry:
         """Run the guest's init."""
         await self._call("containerManager.StartRoot", CONTAINER_ID)
 
-    async def save(self, images: Path, timeout_s: float) -> None:
-        """Write the guest's programs and memory into new files; it goes on as it was.
+    async def save(self, images: Path, bytes_max: int, timeout_s: float) -> None:
+        """Write the guest's programs and memory into new files of no more than so many bytes; it goes on as it was.
 
         Raises:
             BackendError: It can't be stored, in the sentry's words. ConnectionLost: The sentry broke on the way.
-            OSError: The files can't be made.
+            OSError: The files can't be made, or there is no room.
         """
         arguments = {
             "metadata": {"compression": "none"},
@@ -146,8 +148,16 @@ class Sentry:
             "have_pages_file": True,
             "Resume": True,
         }
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        await self._call_with_files("containerManager.Checkpoint", arguments, images, flags, timeout_s)
+        intake = Intake([images / name for name in IMAGES], bytes_max)
+        taking = asyncio.ensure_future(asyncio.to_thread(intake.run))
+        try:
+            await self._call("containerManager.Checkpoint", arguments, intake.ends, timeout_s)
+        finally:
+            intake.stop()
+            try:
+                await finished(taking)  # how it failed, if it did, is why the sentry could not go on
+            finally:
+                intake.close()
 
     async def load(self, images: Path, timeout_s: float) -> None:
         """Begin with the programs and memory of such files, which run at once; instead of `start`.
@@ -157,26 +167,19 @@ class Sentry:
             OSError: The files can't be opened.
         """
         arguments = {"HavePagesFile": True, "HaveDeviceFile": False}
-        await self._call_with_files(
-            "containerManager.Restore", arguments, images, os.O_RDONLY | os.O_CLOEXEC, timeout_s
-        )
+        fds: list[int] = []
+        try:
+            for name in IMAGES:
+                fds.append(os.open(images / name, os.O_RDONLY | os.O_CLOEXEC))
+            await self._call("containerManager.Restore", arguments, fds, timeout_s)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     async def wake(self) -> None:
         """Have a guest's init, which has just come back, look for what to wait for: its kernel forgets it."""
         arguments = {"CID": CONTAINER_ID, "Signo": int(signal.SIGCHLD), "PID": 0, "Mode": 0}
         await self._call("containerManager.Signal", arguments)
-
-    async def _call_with_files(
-        self, method: str, arguments: dict[str, Any], images: Path, flags: int, timeout_s: float
-    ) -> None:
-        fds: list[int] = []
-        try:
-            for name in IMAGES:
-                fds.append(os.open(images / name, flags, 0o600))
-            await self._call(method, arguments, fds, timeout_s)
-        finally:
-            for fd in fds:
-                os.close(fd)
 
     async def _call(self, method: str, argument: Any, fds: Sequence[int] = (), timeout_s: float = ANSWER_S) -> None:
         loop = asyncio.get_running_loop()

@@ -19,8 +19,9 @@ class GvisorConnection(GuestConnection):
     """See `GuestConnection`.
 
     A program whose memory the host's kernel has reclaimed by killing it ends with exit code 1 there; where the kernel's
-    count of such kills tells that it was so, the end is SIGKILL, as on Linux. And each user may have so many processes,
-    beside the limit for all together, which that kernel counts loosely.
+    count of such kills has risen during its life, the end is SIGKILL, as on Linux. That is the guest's word for its own
+    programs: the platform's, whose exit code may be a verdict, keep what they end with. And each user may have so many
+    processes, beside the limit for all together, which that kernel counts loosely.
 
     Args:
         pids_max: Processes and threads of one user.
@@ -31,7 +32,8 @@ class GvisorConnection(GuestConnection):
         super().__init__()
         self._pids_max = pids_max
         self._oom_kills = oom_kills
-        self._kills_seen = oom_kills()
+        self._kills_seen = self._kills()
+        self._begun: dict[str, int] = {}  # kills, when each program was started that has not ended
 
     def take(self, frame: wire.Frame) -> None:
         """See `GuestConnection.take`."""
@@ -42,19 +44,37 @@ class GvisorConnection(GuestConnection):
 
     def _was_killed(self, frame: wire.Frame) -> bool:
         pushed = wire.decode_pushed(frame)
-        if not isinstance(pushed, wire.Exit) or pushed.wstatus != STUB_KILLED:
+        process = self.processes.get(pushed.handle)
+        before = self._begun.pop(process.process_id, None) if process is not None else None
+        if before is None or not isinstance(pushed, wire.Exit) or pushed.wstatus != STUB_KILLED:
             return False
-        kills = self._oom_kills()
-        is_new = kills > self._kills_seen
+        kills = self._kills()
+        if kills <= max(before, self._kills_seen):
+            return False
         self._kills_seen = kills
-        return is_new
+        return True
+
+    def _kills(self) -> int:
+        try:
+            return self._oom_kills()
+        except FileNotFoundError:  # it has ended, and its group went with it
+            return 0
 
     async def start(self, start: wire.Start, reader: Reader | None) -> GuestProcess:
         """See `GuestConnection.start`."""
         most = self._pids_max - 1  # it does not count the first
         if not start.applet and all(limit[0] != resource.RLIMIT_NPROC for limit in start.limits):
             start = replace(start, limits=(*start.limits, (resource.RLIMIT_NPROC, most, most)))
-        return await super().start(start, reader)
+        if start.applet or start.operation or start.flags & wire.StartFlag.PLATFORM:
+            return await super().start(start, reader)
+        self._begun.setdefault(start.process_id, self._kills())
+        process: GuestProcess | None = None
+        try:
+            process = await super().start(start, reader)
+        finally:
+            if process is None or process.exit is not None:
+                self._begun.pop(start.process_id, None)
+        return process
 
 
 def end_of(wstatus: int) -> int:

@@ -36,7 +36,9 @@ IMAGE: Final = "image"  # of a memory directory
 LINE: Final = "line"  # in there: what opens the stored guest's line once more
 RECORD: Final = "record.json"
 SAVE_S: Final = 300.0
-FULL_BYTES: Final = 1 << 20  # of a full disk the kernel tells in many ways
+IMAGES_BYTES_SPARE: Final = (
+    64 << 20
+)  # what a stored guest may have beside twice its memory, some of which may be swapped
 
 
 class GvisorHandle(HostedHandle):
@@ -67,6 +69,8 @@ class GvisorHandle(HostedHandle):
         self.template = template
         self._secret = secret
         self._engine = engine
+        self._turn = asyncio.Lock()
+        self._is_frozen = False
 
     async def connect(self) -> socket.socket:
         """See `HostedHandle.connect`."""
@@ -80,21 +84,25 @@ class GvisorHandle(HostedHandle):
         """See `Handle.freeze`. The guest's own kernel stops its programs first: so they stay stopped while that kernel
         has to run again, to store them.
         """
-        if not self.guest.at_work.is_set():
-            return
-        await self.guest.request(wire.hold)
-        try:
-            await control.stop(self.outer)
-            await self.outer.freeze()
-        except BaseException:
-            await finished(self._go_on(0.0))
-            raise
-        self.guest.at_work.clear()
+        async with self._turn:
+            if self._is_frozen:
+                return
+            try:
+                await self.guest.request(wire.hold)
+                self.guest.at_work.clear()
+                await control.stop(self.outer)
+                await self.outer.freeze()
+            except BaseException:
+                await finished(self._go_on(0.0))
+                raise
+            self._is_frozen = True
 
     async def thaw(self, frozen_s: float) -> None:
         """See `Handle.thaw`."""
-        await self.outer.thaw(0.0)  # nothing of it has a time limit
-        await finished(self._go_on(frozen_s))
+        async with self._turn:
+            await self.outer.thaw(0.0)  # nothing of it has a time limit
+            self._is_frozen = False
+            await finished(self._go_on(frozen_s))
 
     async def _go_on(self, frozen_s: float) -> None:
         await control.go_on(self.outer)
@@ -110,7 +118,8 @@ class GvisorHandle(HostedHandle):
             )
         if shutil.disk_usage(target.parent).free < self.stats().memory_bytes + FREE_BYTES_MIN:
             raise self._no_room()
-        return await finished(self._dump(target))
+        async with self._turn:
+            return await finished(self._dump(target))
 
     def _no_room(self) -> CapacityError:
         return CapacityError(f"the node's disk has no room for the memory of {self.sandbox_id}", retry_after_ms=1000)
@@ -138,7 +147,7 @@ class GvisorHandle(HostedHandle):
     @asynccontextmanager
     async def _stopped(self) -> AsyncIterator[None]:
         """Inside, the guest's programs stand still, and what runs them does not."""
-        was_frozen = not self.guest.at_work.is_set()
+        was_frozen = self._is_frozen
         if was_frozen:
             await self.outer.thaw(0.0)
         self.guest.at_work.clear()
@@ -155,12 +164,10 @@ class GvisorHandle(HostedHandle):
     async def _save(self, images: Path) -> None:
         try:
             with await Sentry.of(self.outer) as sentry:
-                await sentry.save(images, SAVE_S)
+                await sentry.save(images, (self.outer.spec.memory_mib << 21) + IMAGES_BYTES_SPARE, SAVE_S)
         except ConnectionLost as error:
             raise InitDied(f"the kernel of {self.sandbox_id} broke while its memory was stored: {error}") from error
         except BackendError as error:
-            if shutil.disk_usage(images).free < FULL_BYTES:
-                raise self._no_room() from error
             hint = "it holds a file that was removed, close it first: " if "deleted" in str(error) else ""
             raise NotSnapshotable(f"the memory of {self.sandbox_id} can't be stored: {hint}{error}") from error
 

@@ -182,13 +182,14 @@ class GvisorSlots:
         task.add_done_callback(self._dropping.discard)
 
     async def close(self) -> None:
-        """Remove all that nobody has: the next node would know none of them."""
+        """Remove all that nobody has: the next node would know none of them. One that is lent is being made into a
+        sandbox, or comes back.
+        """
         if self._filler is not None:
             self._filler.cancel()
             await asyncio.wait({self._filler})
-        handles = [handle for shape in self._shapes.values() for handle in shape.ready] + list(self._lent.values())
+        handles = [handle for shape in self._shapes.values() for handle in shape.ready]
         self._shapes.clear()
-        self._lent.clear()
         for handle in handles:
             self._drop(handle)
         await asyncio.gather(*self._dropping, return_exceptions=True)

@@ -278,7 +278,7 @@ def _is(process: Process, parent: int, pid_inside: int) -> bool:
 
 
 def open_in(outer: ContainerHandle, path: str) -> int:
-    """Open a plain file of an outer for reading, following no link in there. Raises `BackendError`, `ConnectionLost`."""
+    """Open a plain file of an outer, following no link in there. Raises `BackendError`, `ConnectionLost`."""
     at = init_of(outer)
     try:
         above, at = at, os.open("root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)

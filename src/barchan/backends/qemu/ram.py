@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from barchan.backends.hosted.outer import read_in
+from barchan.backends.hosted.target import CHECK_BYTES, Target
 from barchan.errors import BackendError
-from barchan.snapshot.shelf import FREE_BYTES_MIN
 
 PAGE = 4096
 PIECE_BYTES = 1 << 20
@@ -25,7 +25,6 @@ _BLOCK = re.compile(r"[ \t]*(\S+)[ \t]+[0-9]+ [KMG]iB" + 4 * r"[ \t]+(0x[0-9a-f]
 BLOCKS_MAX = 64
 TEXT_CHARS_MAX = 1 << 16  # some 500 lines
 ADDRESS_MAX = 1 << 56  # of a process, on every architecture
-CHECK_BYTES = 16 << 20  # between two looks at the room that a disk has
 
 
 class Block(NamedTuple):
@@ -65,29 +64,6 @@ def _can_be(block: Block) -> bool:
     return block.address % PAGE == block.size % PAGE == 0 and block.address + block.size <= ADDRESS_MAX
 
 
-class _Target:
-    """A new file on the node's disk, of which nothing is written any more where that is nearly full. Close it."""
-
-    def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._unchecked = CHECK_BYTES
-
-    def __enter__(self) -> "_Target":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self.fd)
-
-    def will_have(self, more: int) -> None:
-        """Before so many bytes are written. Raises `OSError`: there is no room."""
-        self._unchecked += more
-        if self._unchecked >= CHECK_BYTES:
-            self._unchecked = 0
-            room = os.fstatvfs(self.fd)
-            if room.f_bavail * room.f_frsize < FREE_BYTES_MIN + CHECK_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 class Process:
     """A process on this host, by its directory under /proc: another one can't take its place. Close it."""
 
@@ -116,7 +92,7 @@ class Process:
         Raises:
             OSError: The process is gone, or there is no room. BackendError: It has no such memory.
         """
-        with _Target(target) as out:
+        with Target(target) as out:
             os.ftruncate(out.fd, block.size)
             at = block.address
             for area in self._areas(block.address, block.address + block.size):
@@ -169,7 +145,7 @@ class Process:
         finally:
             os.close(found)
 
-    def _save_area(self, area: _Area, start: int, end: int, out: _Target, base: int) -> None:
+    def _save_area(self, area: _Area, start: int, end: int, out: Target, base: int) -> None:
         """Write what lies from `start` to `end`; `base` is the address of the target's first byte."""
         if area.is_file:
             source = self._open_mapped(area)
@@ -208,7 +184,7 @@ class Process:
             yield first, end
 
 
-def _copy_data(source: int, offset: int, size: int, out: _Target, target: int) -> None:
+def _copy_data(source: int, offset: int, size: int, out: Target, target: int) -> None:
     """Copy what a sparse plain file has between `offset` and `offset + size` to `target` and on."""
     at, end = offset, offset + size
     while at < end:
@@ -242,7 +218,7 @@ def copy_sparse(source: int, target: Path, bytes_max: int | None = None) -> None
     size = os.fstat(source).st_size
     if bytes_max is not None and size > bytes_max:
         raise BackendError(f"a file to be copied has {size} bytes, more than {bytes_max}")
-    with _Target(target) as out:
+    with Target(target) as out:
         os.ftruncate(out.fd, size)
         _copy_data(source, 0, size, out, 0)
 
