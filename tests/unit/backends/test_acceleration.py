@@ -7,7 +7,7 @@ import pytest
 
 from barchan.backends.microvm import acceleration
 from barchan.backends.microvm.acceleration import FILE, choose
-from barchan.errors import ConnectionLost
+from barchan.errors import BootFailed
 
 
 class Trial:
@@ -17,10 +17,9 @@ class Trial:
         self.works = works
         self.count = 0
 
-    async def boot(self) -> None:
+    async def boot(self) -> str:
         self.count += 1
-        if not self.works:
-            raise ConnectionLost("no answer")
+        return "" if self.works else "no answer"
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +41,16 @@ def test_another_host_kernel_or_qemu_is_tried_anew(tmp_path: Path) -> None:
     """What was found holds for what was tried."""
     asyncio.run(choose(tmp_path, "host 1", Trial(works=False).boot))
     assert asyncio.run(choose(tmp_path, "host 2", Trial(works=True).boot)).name == "kvm"
+
+
+def test_what_kept_a_trial_from_being_made_is_not_kept(tmp_path: Path) -> None:
+    """A full disk, or no container, says nothing of KVM: the next node tries."""
+
+    async def fails() -> str:
+        raise BootFailed("no room")
+
+    assert asyncio.run(choose(tmp_path, "host 1", fails)).name == "tcg"
+    assert asyncio.run(choose(tmp_path, "host 1", Trial(works=True).boot)).name == "kvm"
 
 
 def test_a_note_that_can_not_be_read_is_as_none(tmp_path: Path) -> None:

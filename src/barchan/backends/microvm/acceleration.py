@@ -51,28 +51,31 @@ def place(state_dir: Path) -> Path:
     return (SHARED_STATE_DIR if is_shared else state_dir) / FOLDER
 
 
-async def choose(folder: Path, key: str, boot: Callable[[], Awaitable[None]]) -> Acceleration:
+async def choose(folder: Path, key: str, boot: Callable[[], Awaitable[str]]) -> Acceleration:
     """What was found before, or a trial now, which takes up to `PROBE_S`.
 
     Args:
-        boot: Boots a guest with KVM and sees it answer.
+        boot: Boots a guest with KVM, and says why it did not answer; nothing: it did. Where it raises, no guest could
+            be tried: that says nothing of KVM, and nothing is kept.
     """
     path = folder / FILE
     known = await asyncio.to_thread(_read, path)
     if known is not None and known.key == key:
         return known
-    found = await _try(key, boot)
+    try:
+        found = await _try(key, boot)
+    except (BarchanError, OSError, TimeoutError) as error:
+        return Acceleration(name="tcg", key=key, why=f"no guest could be tried with KVM now: {error}"[:500])
     await asyncio.to_thread(_write, path, found)
     return found
 
 
-async def _try(key: str, boot: Callable[[], Awaitable[None]]) -> Acceleration:
+async def _try(key: str, boot: Callable[[], Awaitable[str]]) -> Acceleration:
     if not await asyncio.to_thread(os.path.exists, HOST_DEVICE):
         return Acceleration(name="tcg", key=key, why=f"there is no {HOST_DEVICE}")
-    try:
-        await boot()
-    except (BarchanError, OSError, TimeoutError) as error:
-        return Acceleration(name="tcg", key=key, why=f"no guest boots with KVM here: {error}"[:500])
+    why_not = await boot()
+    if why_not:
+        return Acceleration(name="tcg", key=key, why=f"no guest boots with KVM here: {why_not}"[:500])
     return Acceleration(name="kvm", key=key, why="a guest booted with KVM")
 
 

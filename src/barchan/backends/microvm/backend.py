@@ -29,7 +29,7 @@ from barchan.backends.qemu.install import Qemu
 from barchan.backends.qemu.machine import MEMORY
 from barchan.backends.qemu.shape import ADDRESS, GATEWAY, NETWORK, OVERHEAD_MIB, PROCESSES_MAX, Shape, common
 from barchan.core.finished import finished
-from barchan.errors import RequirementMissing
+from barchan.errors import ConnectionLost, ReadTimeout, RequirementMissing
 from barchan.image.template import Layer, Template
 from barchan.model.node import Requirement
 from barchan.model.sandbox import SandboxSpec
@@ -83,8 +83,8 @@ class MicrovmBackend(MachineBackend):
                 self._acceleration = await choose(place(self.host.state_dir), key, boot)
         return await self._shape(spec, layers, self._acceleration)
 
-    async def _try_kvm(self, spec: SandboxSpec, layers: tuple[Layer, ...]) -> None:
-        """Boot a guest with KVM, which answers in time or not; nothing of it is left."""
+    async def _try_kvm(self, spec: SandboxSpec, layers: tuple[Layer, ...]) -> str:
+        """Boot a guest with KVM, which answers in time, or why it did not; nothing of it is left."""
         shape = await self._shape(spec, layers, KVM)
         sandbox_id = f"probe-{secrets.token_hex(6)}"
         machine = await self._start(
@@ -92,6 +92,9 @@ class MicrovmBackend(MachineBackend):
         )
         try:
             (await greeted(machine, secrets.token_bytes(32), PROBE_S)).close()
+            return ""
+        except (ConnectionLost, ReadTimeout) as error:
+            return str(error)
         finally:
             await finished(self._abandon(sandbox_id, machine))
 
