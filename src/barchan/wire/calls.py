@@ -16,6 +16,11 @@ PROTOCOL: Final = "barchan-calls-1"
 REQUEST_BYTES_MAX: Final = 64 << 20
 REPLY_BYTES_MAX: Final = 80 << 20
 SPEC_BYTES_MAX: Final = 60_000
+OUTPUT_BYTES_MAX: Final = 16 << 20  # of each stream of a call
+
+VALUE_DEPTH_MAX = 64
+VALUE_ITEMS_MAX = 2_000_000
+_KEY_COSTS_MAX = 4 << 30  # bytes compared; some 10,000 small tuples in one dict
 
 _HEADER = struct.Struct("<IIB")  # bytes that follow it, the call's number, what it is
 _CALL = struct.Struct("<dIH")  # seconds, bytes of output, bytes of the spec
@@ -161,18 +166,103 @@ def decode_reply(body: memoryview) -> Reply:
         raise RemoteProtocolError(f"the node's answer to a call can't be read: {error}") from error
 
 
-def _extension(code: int, data: memoryview) -> Any:
-    if code == 4:
-        return complex(*struct.unpack(">dd", data))
-    if code == 5:
-        return int.from_bytes(data, "little", signed=True)
-    items = _VALUES.decode(data)
-    if code == 6:
-        return dict(zip(items[::2], items[1::2], strict=True))
-    return {1: tuple, 2: set, 3: frozenset}[code](items)
+_LENGTH, _INTEGER, _FLOAT = struct.Struct(">I"), struct.Struct(">q"), struct.Struct(">d")
+_SAFE_KEYS = frozenset((str, bytes, float, bool, type(None)))  # few of which can have one hash, whoever chose them
 
 
-_VALUES = msgspec.msgpack.Decoder(Any, ext_hook=_extension)
+class _Value:
+    """Reads one value, of the forms of MessagePack that `keeper.py` writes and no others.
+
+    What a hostile call can make of few bytes is bounded: objects, and the time that keys take that have one hash.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.at = 0
+        self._items = 0
+        self._key_costs = 0
+
+    def read(self, depth: int) -> Any:
+        data, at = self._data, self.at
+        self._items += 1
+        if not depth or self._items > VALUE_ITEMS_MAX:
+            raise ValueError(f"nested too deep, or more than {VALUE_ITEMS_MAX} items")
+        form = data[at]
+        self.at = at + 1
+        if form == 0xD3:
+            self.at = at + 9
+            return _INTEGER.unpack_from(data, at + 1)[0]
+        if form == 0xDB:
+            return self._taken().decode()
+        if form == 0xCB:
+            self.at = at + 9
+            return _FLOAT.unpack_from(data, at + 1)[0]
+        if form == 0xDD:
+            return [self.read(depth - 1) for _ in range(self._length())]
+        if form == 0xDF:
+            return {self._text_key(depth - 1): self.read(depth - 1) for _ in range(self._length())}
+        if form == 0xC9:
+            return self._extension(depth)
+        if form == 0xC6:
+            return self._taken()
+        return {0xC0: None, 0xC2: False, 0xC3: True}[form]
+
+    def _length(self) -> int:
+        length: int = _LENGTH.unpack_from(self._data, self.at)[0]
+        self.at += _LENGTH.size
+        return length
+
+    def _taken(self) -> bytes:
+        end = self._length() + self.at
+        if end > len(self._data):
+            raise ValueError("it ends too early")
+        taken, self.at = self._data[self.at : end], end
+        return taken
+
+    def _text_key(self, depth: int) -> str:
+        key = self.read(depth)
+        if type(key) is not str:
+            raise TypeError("a key of a map is no text")
+        return key
+
+    def _extension(self, depth: int) -> Any:
+        size = self._length()
+        code, self.at = self._data[self.at], self.at + 1
+        end = self.at + size
+        if code in (4, 5):
+            body, self.at = self._data[self.at : end], end
+            if end > len(self._data):
+                raise ValueError("it ends too early")
+            return complex(*struct.unpack(">dd", body)) if code == 4 else int.from_bytes(body, "little", signed=True)
+        items = self._array(depth)
+        if self.at != end:
+            raise ValueError("an extension that ends elsewhere")
+        if code == 1:
+            return tuple(items)
+        if code in (2, 3):
+            self._check_keys(items, size)
+            return set(items) if code == 2 else frozenset(items)
+        if code == 6:
+            self._check_keys(items[::2], size)
+            return dict(zip(items[::2], items[1::2], strict=True))
+        raise ValueError(f"an unknown extension, {code}")
+
+    def _array(self, depth: int) -> list[Any]:
+        if self._data[self.at] != 0xDD:
+            raise ValueError("an extension without an array")
+        self.at += 1
+        return [self.read(depth - 1) for _ in range(self._length())]
+
+    def _check_keys(self, keys: list[Any], size: int) -> None:
+        """Numbers beyond 64 bits and tuples can be made to have one hash, and each is then compared with all others."""
+        odd = sum(type(key) not in _SAFE_KEYS and not _is_short(key) for key in keys)
+        self._key_costs += odd * size
+        if self._key_costs > _KEY_COSTS_MAX:
+            raise ValueError("too many keys that are no text, bytes or numbers of 64 bits")
+
+
+def _is_short(key: Any) -> bool:
+    return type(key) is int and -(1 << 63) <= key < 1 << 63
 
 
 def plain_value(data: bytes | memoryview) -> Any:
@@ -181,9 +271,13 @@ def plain_value(data: bytes | memoryview) -> Any:
     Raises:
         RemoteProtocolError: It is none of that.
     """
+    reader = _Value(bytes(data))
     try:
-        return _VALUES.decode(data)
-    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, struct.error, RecursionError) as error:
+        value = reader.read(VALUE_DEPTH_MAX)
+        if reader.at != len(data):
+            raise ValueError("there is more behind it")
+        return value
+    except (ValueError, TypeError, KeyError, IndexError, struct.error) as error:
         raise RemoteProtocolError(f"a call gave what is no plain data: {error}") from error
 
 

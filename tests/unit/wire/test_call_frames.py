@@ -71,6 +71,35 @@ def test_deep_bytes_end_in_an_error() -> None:
             wire.plain_value(deep)
 
 
+def test_a_value_can_not_take_the_reader_s_time_or_memory(encode: Any) -> None:
+    """By keys that have one hash, in sets and in dicts; by more objects than there are bytes for; by other forms."""
+    modulus = (1 << 61) - 1  # all its multiples have one hash
+    colliding = bytearray(encode(tuple(modulus * (1000 + index) for index in range(30_000))))
+    hostile = [b"\xdd" + (3 << 20).to_bytes(4, "big") + b"\xc0" * (3 << 20), b"\xdd\x00\x00\x00\x01\x80"]
+    hostile.append(b"\xdf\x00\x00\x00\x01" + encode(1 << 70) + encode(None))
+    for code in (2, 3, 6):
+        colliding[5] = code
+        hostile.append(bytes(colliding))
+    for data in hostile:
+        with pytest.raises(RemoteProtocolError):
+            wire.plain_value(data)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        set(range(100_000)),
+        {str(number).encode() for number in range(100_000)},
+        {float(number) for number in range(50_000)},
+        {(row, column): row for row in range(90) for column in range(90)},
+        {number: {(number, 1): None, (number, 2): 1 << 80} for number in range(5_000)},
+    ],
+)
+def test_large_values_arrive(encode: Any, value: Any) -> None:
+    """Sets and dicts of what can't collide by design, and of tuples up to a bound."""
+    assert wire.plain_value(encode(value)) == value
+
+
 @given(sizes=st.lists(st.integers(0, 400), max_size=8), cut=st.integers(1, 97))
 def test_frames_are_found_however_they_come(sizes: list[int], cut: int) -> None:
     """In pieces of any size."""
