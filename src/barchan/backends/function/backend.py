@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from barchan.backends.base import Capabilities, Handle
+from barchan.backends.base import Capabilities, Handle, Host
 from barchan.backends.container.outer_ids import outer_id
 from barchan.backends.container.zygote import CALLS_PREFIX
 from barchan.backends.function.worker import Worker
@@ -36,6 +36,10 @@ class FunctionBackend(HostedBackend):
     capabilities = Capabilities(
         isolation="worker", fork=True, zygote=True, page_out=True, calls=True, networks=frozenset({"none", "allow"})
     )
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._running: set[Worker] = set()
 
     def probe(self) -> Sequence[Requirement]:
         return ()  # no more than containers
@@ -81,7 +85,7 @@ class FunctionBackend(HostedBackend):
         )
         handle = await container.create(worker_id, sandbox, template)
         try:
-            return Worker(handle, container.zygotes.take_line(worker_id))
+            return Worker(handle, container.zygotes.take_line(worker_id), self._running)
         except BaseException:
             await asyncio.shield(handle.destroy())
             raise

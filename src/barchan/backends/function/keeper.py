@@ -57,12 +57,13 @@ NEW_MOUNTS, NEW_IPC, NEW_NETWORK = 0x00020000, 0x08000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEV, NO_EXEC, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 KEPT_FLAGS = ((2, 2), (4, 4), (8, 8), (1024, 1024), (4096, 1 << 21))  # of statvfs and of mount, by pairs
 MOUNT, UNSHARE, PIDFD_OPEN = {"x86_64": 165, "aarch64": 40}, {"x86_64": 272, "aarch64": 97}, 434
+NOBODY: Identity = (65534, 65534, [])
 FILES_MAX = 65536  # in what a call may write
 SCRATCH, QUEUES = "/tmp", "/dev/mqueue"
 ALSO_SCRATCH = ("/var/tmp", "/dev/shm")
 SHM_INFO, MSG_INFO, SEM_INFO, INFO_BYTES = 14, 12, 19, 256
 FDS_END = 32  # the keeper has closed all others
-CALL_FD = 3
+VALUE_FD, REQUEST_FD = 3, 4  # of a call; the latter until it has read what it is to do
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 PIPE_BYTES = 64 << 10
 VALUE_BYTES_MAX = 16 << 20
@@ -95,7 +96,8 @@ def keep_calls(line: int, asked: dict[str, str], identity: Identity) -> None:
     close_others({LINE_FD})
     checked(prctl(PR_SET_CHILD_SUBREAPER, 1), "subreaper")
     place = Place(asked["room_mib"])
-    rights = Rights(identity)
+    # Which ids a name stands for, the image says: no call runs as root, whatever that is called.
+    rights = Rights(identity if identity[0] != 0 else NOBODY)
     os.environ["HOME"] = SCRATCH
     open_streams()
     with socket.socket(fileno=LINE_FD) as to_node:
@@ -112,25 +114,24 @@ def keep_calls(line: int, asked: dict[str, str], identity: Identity) -> None:
 
 
 def offer_call(to_node: socket.socket, rights: Rights) -> int:
-    """Fork the next call, and give the node its ends of the streams; the call's process."""
-    sock, own_sock = os_socketpair()
+    """Fork the next call, and give the node its ends of the streams; the call's process.
+
+    All are pipes: through a socket, the call could have the node hold, and close, descriptors of the call's making.
+    """
+    own_request, request = os.pipe()
+    value, own_value = os.pipe()
     out, own_out = os.pipe()
     err, own_err = os.pipe()
     pid = checked(forks.fork(), "fork")
     if pid == 0:
-        be_call(rights, own_sock, own_out, own_err)
+        be_call(rights, own_request, own_value, own_out, own_err)
     pidfd = checked(libc.syscall(PIDFD_OPEN, pid, 0), "pidfd_open")
-    fds = array.array("i", [sock, out, err, pidfd])
+    fds = array.array("i", [request, value, out, err, pidfd])
     with suppress(OSError):  # the node has gone: the call ends, having nothing to read
         to_node.sendmsg([b"spare"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-    for fd in (*fds, own_sock, own_out, own_err):
+    for fd in (*fds, own_request, own_value, own_out, own_err):
         os.close(fd)
     return pid
-
-
-def os_socketpair() -> tuple[int, int]:
-    first, second = socket.socketpair()
-    return first.detach(), second.detach()
 
 
 def until_gone(pid: int) -> bytes:
@@ -266,15 +267,17 @@ class Rights:
 # --- a call: its beginning -------------------------------------------------------------------------------------------
 
 
-def be_call(rights: Rights, sock: int, out: int, err: int) -> None:
+def be_call(rights: Rights, request: int, value: int, out: int, err: int) -> None:
     """In a fork of the keeper. Does not return."""
     code = EXIT_CANNOT
     try:
         os.setsid()
+        os.dup2(os.open("/dev/null", os.O_RDWR), 0)  # flags, locks and owner of the keeper's own would stay
         os.dup2(out, 1)
         os.dup2(err, 2)
-        os.dup2(sock, CALL_FD, inheritable=False)
-        os.closerange(CALL_FD + 1, FDS_END)
+        os.dup2(value, VALUE_FD, inheritable=False)
+        os.dup2(request, REQUEST_FD, inheritable=False)
+        os.closerange(REQUEST_FD + 1, FDS_END)
         rights.give_up()
         become_other()
         code = run_call()
@@ -295,39 +298,39 @@ def become_other() -> None:
 # --- a call: what it runs --------------------------------------------------------------------------------------------
 
 
-def receive_all(sock: socket.socket) -> memoryview:
+def receive_all() -> memoryview:
     """What the node sends once: a size, and so many bytes. Nothing: it wants no call of this process."""
     data = bytearray()
     size = SIZE.size
     while len(data) < size:
-        piece = sock.recv(min(size - len(data), 1 << 20) if data else 1 << 16)
+        piece = os.read(REQUEST_FD, min(size - len(data), 1 << 20) if data else 1 << 16)
         if not piece:
             os._exit(0)
         data += piece
         if len(data) >= SIZE.size:
             size = SIZE.size + SIZE.unpack_from(data)[0]
+    os.close(REQUEST_FD)
     return memoryview(data)[SIZE.size :]
 
 
 def run_call() -> int:
-    with socket.socket(fileno=CALL_FD) as sock:
-        request = receive_all(sock)
-        kind, flags, cpu_s = HEAD.unpack_from(request)
-        at, parts = HEAD.size, []
-        for _ in range(5):
-            (size,) = SIZE.unpack_from(request, at)
-            parts.append(bytes(request[at + SIZE.size : at + SIZE.size + size]))
-            at += SIZE.size + size
-        code, name, arguments, stdin, env = parts
-        if cpu_s:
-            seconds = max(1, int(cpu_s + 0.999))
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-        give_stdin(stdin)
-        if env:
-            os.environ.update(json.loads(env))
-        if kind == PROGRAM:
-            return execute(code, [])
-        return carry_out(lambda: give_value(sock, flags, found_function(kind, code, name, arguments)))
+    request = receive_all()
+    kind, flags, cpu_s = HEAD.unpack_from(request)
+    at, parts = HEAD.size, []
+    for _ in range(5):
+        (size,) = SIZE.unpack_from(request, at)
+        parts.append(bytes(request[at + SIZE.size : at + SIZE.size + size]))
+        at += SIZE.size + size
+    code, name, arguments, stdin, env = parts
+    if cpu_s:
+        seconds = max(1, int(cpu_s + 0.999))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    give_stdin(stdin)
+    if env:
+        os.environ.update(json.loads(env))
+    if kind == PROGRAM:
+        return execute(code, [])
+    return carry_out(lambda: give_value(flags, found_function(kind, code, name, arguments)))
 
 
 def give_stdin(data: bytes) -> None:
@@ -365,7 +368,7 @@ def found_function(kind: int, code: bytes, name: bytes, arguments: bytes) -> Cal
     return lambda: found(*args, **kwargs)  # type: ignore[operator]
 
 
-def give_value(sock: socket.socket, flags: int, work: Callable[[], object]) -> None:
+def give_value(flags: int, work: Callable[[], object]) -> None:
     """Send what it gives: `v` and plain data, or `p` and a pickle; or `e` and what was raised."""
     try:
         value = work()
@@ -380,9 +383,15 @@ def give_value(sock: socket.socket, flags: int, work: Callable[[], object]) -> N
         if not isinstance(error, SystemExit):
             told = [type(error).__name__, str(error)[:2000]]
             with suppress(OSError):
-                sock.sendall(bytes(put(bytearray(b"e"), told, DEPTH_MAX)))
+                write_value(bytes(put(bytearray(b"e"), told, DEPTH_MAX)))
         raise
-    sock.sendall(data)
+    write_value(data)
+
+
+def write_value(data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(VALUE_FD, left) :]
 
 
 def put(out: bytearray, value: object, depth: int) -> bytearray:

@@ -7,6 +7,7 @@ the node a bounded share of its time, and the call waits for the reader as at an
 
 import array
 import asyncio
+import fcntl
 import os
 import signal
 import socket
@@ -19,13 +20,14 @@ from typing import NamedTuple
 from barchan.backends.base import Handle
 from barchan.errors import BackendError, BarchanError, InitDied, ReadTimeout, SandboxLost
 
-FDS = 4  # of each call: the call's own, stdout, stderr, and its process
+FDS = 5  # of each call: its request, its value, stdout, stderr, and its process
 MESSAGE_BYTES_MAX = 4200
 ENDED = struct.Struct("<4siqqq")
-PIECE_BYTES = 64 << 10
+PIECE_BYTES = 64 << 10  # what a pipe holds, too
+WIDE_PIPE_BYTES = 1 << 20
 TAKEN_BYTES_MAX = 256 << 10  # of one stream at one look
 VALUE_BYTES_MAX = (16 << 20) + 4096
-FIRST_LOOK_S, LOOK_S_MAX = 0.002, 0.02
+FIRST_LOOK_S, LOOK_S_MAX = 0.002, 0.02  # the former for each call that runs, of one that is not quiet
 KILL_WAIT_S = 10.0
 
 
@@ -52,9 +54,12 @@ class Call:
     Args:
         done: Told once: the outcome, or why there is none.
         output_bytes_max: Of each stream; beyond it the head and the tail are kept, half each.
+
+    Attributes:
+        worker: Which runs it, or has.
     """
 
-    __slots__ = ("done", "output_bytes_max", "request", "timeout_s")
+    __slots__ = ("done", "output_bytes_max", "request", "timeout_s", "worker")
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class Call:
         self.timeout_s = timeout_s
         self.output_bytes_max = output_bytes_max
         self.done = done
+        self.worker: Worker | None = None
 
 
 class _Kept:
@@ -86,8 +92,6 @@ class _Kept:
             try:
                 piece = os.read(self.fd, PIECE_BYTES)
             except BlockingIOError:
-                break
-            except ConnectionResetError:  # it ended without having read its request
                 break
             if not piece:
                 break
@@ -113,15 +117,19 @@ class _Spare:
     """The place of the next call: a process that waits for what it is to do."""
 
     def __init__(self, fds: list[int]) -> None:
-        self.sock = socket.socket(fileno=fds[0])
-        self.out, self.err, self.process = fds[1:]
-        for fd in fds[:3]:
+        self.request, self.value, self.out, self.err, self.process = self._fds = fds
+        for fd in fds[:-1]:
             os.set_blocking(fd, False)
 
     def close(self) -> None:
-        self.sock.close()
-        for fd in (self.out, self.err, self.process):
+        for fd in self._fds:
             os.close(fd)
+
+
+def _widen(pipe: int) -> None:
+    """Have it hold more, as far as the host lets us."""
+    with suppress(OSError):
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, WIDE_PIPE_BYTES)
 
 
 class _Running:
@@ -135,19 +143,22 @@ class _Running:
         self.began = time.monotonic()
         self.out = _Kept(spare.out, call.output_bytes_max - half, half)
         self.err = _Kept(spare.err, call.output_bytes_max - half, half)
-        self.value = _Kept(spare.sock.fileno(), VALUE_BYTES_MAX, 0)
+        self.value = _Kept(spare.value, VALUE_BYTES_MAX, 0)
         self.left = memoryview(call.request)
         self.deadline = now + call.timeout_s
         self.look_s = FIRST_LOOK_S
         self.look: asyncio.TimerHandle | None = None
         self.timed_out = False
+        self.is_wide = False
         self.is_killed = False
+        if len(self.left) > PIECE_BYTES:
+            _widen(spare.request)
 
     def send(self) -> None:
         """As much of the request as fits."""
         try:
             while self.left:
-                self.left = self.left[self.spare.sock.send(self.left) :]
+                self.left = self.left[os.write(self.spare.request, self.left) :]
         except BlockingIOError:
             return
         except OSError:  # it is gone; how, the keeper says
@@ -156,10 +167,17 @@ class _Running:
     def take(self) -> bool:
         """What there is of each stream, up to a bound; whether there was some."""
         taken = [stream.take(TAKEN_BYTES_MAX) for stream in (self.out, self.err, self.value)]
+        if taken[-1] and not self.is_wide and self.value.total >= PIECE_BYTES:
+            self.is_wide = True
+            _widen(self.spare.value)
         return any(taken)
 
-    def kill(self) -> None:
+    def kill(self, now: float) -> None:
+        """It has a while to die in, whatever time it had left."""
+        if self.is_killed:
+            return
         self.is_killed = True
+        self.deadline = now + KILL_WAIT_S
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.spare.process, signal.SIGKILL)
 
@@ -174,6 +192,7 @@ class Worker:
 
     Args:
         line: To its keeper; belongs to the worker.
+        together: Those of all workers of this node that run a call.
 
     Attributes:
         on_ready: Called when the next call may come.
@@ -181,7 +200,7 @@ class Worker:
         was_ready: A call could have come.
     """
 
-    def __init__(self, handle: Handle, line: socket.socket) -> None:
+    def __init__(self, handle: Handle, line: socket.socket, together: set["Worker"]) -> None:
         self.handle = handle
         self.on_ready: Callable[[], None] = lambda: None
         self.on_broken: Callable[[BarchanError], None] = lambda error: None
@@ -189,7 +208,8 @@ class Worker:
         self._line: socket.socket | None = line
         self._spare: _Spare | None = None
         self._running: _Running | None = None
-        self._oom_seen = handle.oom_kills()
+        self._together = together
+        self._kills_seen = self._kills()
         self.was_ready = False
         self.calls_total = 0
         self.made_at = self._loop.time()
@@ -209,6 +229,8 @@ class Worker:
         spare, self._spare = self._spare, None
         assert spare is not None
         self.calls_total += 1
+        self._together.add(self)
+        call.worker = self
         running = self._running = _Running(call, spare, self._loop.time())
         running.send()
         running.look = self._loop.call_later(min(FIRST_LOOK_S, call.timeout_s), self._look, running)
@@ -216,7 +238,7 @@ class Worker:
     def cancel(self, call: Call) -> None:
         """Nobody waits for it any more. It is killed, if it runs here."""
         if self._running is not None and self._running.call is call:
-            self._running.kill()
+            self._running.kill(self._loop.time())
 
     async def end(self) -> None:
         """Remove it. A call that runs is told so."""
@@ -254,6 +276,7 @@ class Worker:
 
     def _finish(self, running: _Running, data: bytes) -> None:
         self._running = None
+        self._together.discard(self)
         try:
             _, wstatus, user_us, system_us, max_rss_kib = ENDED.unpack(data)
             usage = (user_us / 1e6, system_us / 1e6, max_rss_kib)
@@ -264,13 +287,15 @@ class Worker:
     def _tell(self, running: _Running, wstatus: int, usage: tuple[float, float, int]) -> None:
         while running.take():
             continue
+        # Looked at after each call, whatever became of it: what killed its children speaks of no later one.
+        kills, seen = self._kills(), self._kills_seen
+        self._kills_seen = kills
         if running.value.total > VALUE_BYTES_MAX:
             return running.call.done(BackendError("a call gave more than it may"))
         oom_killed = False
-        if wstatus & 0x7F == signal.SIGKILL and not running.is_killed:
-            kills = self.handle.oom_kills()
-            oom_killed, self._oom_seen = kills > self._oom_seen, kills
-            if not oom_killed and self.handle.host_kills():
+        if wstatus & 0x7F == signal.SIGKILL and not running.is_killed and kills > seen:
+            oom_killed = self.handle.oom_kills() > 0
+            if not oom_killed:
                 return running.call.done(SandboxLost("the host was out of memory, and its kernel killed the call"))
         out, err = running.out, running.err
         wall_s = time.monotonic() - running.began
@@ -282,6 +307,11 @@ class Worker:
             )
         )
 
+    def _kills(self) -> int:
+        """Processes that the kernel has killed for want of memory, here or on the host: the handle counts them as one
+        or as the other, by what it knows at the moment."""
+        return self.handle.oom_kills() + self.handle.host_kills()
+
     # a call that takes its time
 
     def _look(self, running: _Running) -> None:
@@ -289,16 +319,15 @@ class Worker:
         if running.left:
             running.send()
         if running.take() or running.left:
-            running.look_s = FIRST_LOOK_S
+            running.look_s = FIRST_LOOK_S * max(1, len(self._together))
         else:
             running.look_s = min(2 * running.look_s, LOOK_S_MAX)
         if now >= running.deadline:
-            if running.timed_out or running.is_killed:
+            if running.is_killed:
                 error = ReadTimeout(f"a call survived SIGKILL for {KILL_WAIT_S:g} s")
                 return self._break(error)
             running.timed_out = True
-            running.kill()
-            running.deadline = now + KILL_WAIT_S
+            running.kill(now)
         running.look = self._loop.call_later(min(running.look_s, max(0.0, running.deadline - now)), self._look, running)
 
     # the end
@@ -308,7 +337,7 @@ class Worker:
         running = self._running
         if error is None:
             error = InitDied("the worker of this call died")
-            if running is not None and self.handle.oom_kills() > self._oom_seen:  # by its memory
+            if running is not None and self._kills() > self._kills_seen:  # by its memory, or the host's
                 self._running = None
                 with suppress(BarchanError):
                     self._tell(running, signal.SIGKILL, (0.0, 0.0, 0))
@@ -325,6 +354,7 @@ class Worker:
             self._spare.close()
             self._spare = None
         running, self._running = self._running, None
+        self._together.discard(self)
         if running is not None:
             running.close()
             running.call.done(error)
