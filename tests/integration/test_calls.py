@@ -13,6 +13,7 @@ import pytest
 
 import barchan
 from barchan import BarchanError, CallResult, Client, ConnectionLost, ExecFailed, InvalidSpec
+from barchan.wire import calls as wire
 from tests.leaks import CGROUPS
 from tests.nodes import NodeProcess
 
@@ -122,6 +123,16 @@ while True:
         kept = bytearray(8 << 20)
         while True:
             pass
+"""
+# What it has of the node: descriptors that could carry others to it, and state of one that the next call would find.
+SHARES = """
+import fcntl, os, stat
+kinds = {fd: stat.S_IFMT(os.fstat(fd).st_mode) for fd in range(32) if os.path.exists(f"/proc/self/fd/{fd}")}
+print([fd for fd, kind in kinds.items() if stat.S_ISSOCK(kind)], max(kinds))
+print(fcntl.fcntl(0, fcntl.F_GETFL) & os.O_NONBLOCK, fcntl.fcntl(0, fcntl.F_GETOWN))
+fcntl.flock(0, fcntl.LOCK_EX | fcntl.LOCK_NB)
+fcntl.fcntl(0, fcntl.F_SETFL, os.O_NONBLOCK)
+fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
 """
 CLOSES = "import os\nfor fd in range(1000):\n    try: os.close(fd)\n    except OSError: pass"
 
@@ -289,6 +300,31 @@ def test_a_call_has_no_more_rights_than_a_program(client: Client) -> None:
     assert "unreachable" in client.call(connect).error_text
 
 
+def test_a_call_shares_pipes_with_the_node_and_nothing_with_the_next_call(client: Client) -> None:
+    """No socket, and no open file whose flags, owner or lock stay."""
+    for _ in range(6):
+        assert client.call(SHARES).check().text == "[] 3\n0 0\n"
+
+
+def test_large_requests_and_values_pass(client: Client) -> None:
+    """Many times what a pipe holds."""
+    data = os.urandom(12 << 20)
+    assert client.call(bytes, data, timeout_s=60).value == data
+
+
+async def test_a_call_that_asks_for_too_much_ends_no_other(node: NodeProcess) -> None:
+    """Of the same connection: it is told so."""
+    async with barchan.connect_async(f"unix://{node.socket}") as client:
+        other = asyncio.ensure_future(client.call("import time; time.sleep(1); print(1)"))
+        link = await client._link()
+        work = wire.encode_work(wire.Work.PROGRAM, b"print(2)")
+        with pytest.raises(InvalidSpec, match="at most"):
+            await link.ask(10.0, wire.OUTPUT_BYTES_MAX + 1, b"", work)
+        with pytest.raises(InvalidSpec, match="MiB"):
+            await client.call("print(3)", memory_mib=1 << 20)
+        assert (await other).text == "1\n"
+
+
 def test_randomness_differs(client: Client) -> None:
     """Of `random` and all that draws from the kernel."""
     lines = [client.call(DRAWS, imports=["random", "uuid", "secrets", "tempfile"]).check().text for _ in range(6)]
@@ -305,7 +341,7 @@ def test_randomness_differs(client: Client) -> None:
         ("open('/dev/shm/x', 'wb').write(bytes(80 << 20))", (False, False, 1)),
         ("import os; os._exit(3)", (False, False, 3)),
         ("import os; os.kill(-1, 9); os.kill(0, 9)", (False, False, 137)),
-        (CLOSES, (False, False, 1)),
+        (CLOSES, (False, False, 0)),
         ("import os; os.kill(os.getpid(), 19)", (True, False, 137)),
         (IGNORES, (True, False, 137)),
         ("import ctypes; ctypes.string_at(0)", (False, False, 139)),

@@ -78,15 +78,22 @@ class CallResult(Struct, frozen=True, kw_only=True):
         """What the function returned.
 
         Raises:
-            GuestError: It returned nothing: it raised, or was ended, or what was called is no function.
+            GuestError: It returned nothing: it raised, or what was called is no function. Or it was ended or failed
+                later: nothing says then that the value is the function's.
         """
+        self._check_end()
         if self.returned:
             return self.given
-        self.check()
         raise ExecFailed(f"exit code {self.exit_code}, and no value was returned", exit_code=self.exit_code)
 
     def check(self) -> Self:
         """Return itself, or raise the `GuestError` that says how the call failed."""
+        self._check_end()
+        if self.truncated:
+            raise OutputLimitExceeded("the output did not fit max_output_bytes")
+        return self
+
+    def _check_end(self) -> None:
         if self.timed_out:
             raise ExecTimeout("the call ran out of time")
         if self.oom_killed:
@@ -95,9 +102,6 @@ class CallResult(Struct, frozen=True, kw_only=True):
             raise ExecFailed(f"{self.error[0]}: {self.error[1]}", exit_code=self.exit_code)
         if self.exit_code != 0:
             raise ExecFailed(f"exit code {self.exit_code}: {self.error_text.strip()[-400:]}", exit_code=self.exit_code)
-        if self.truncated:
-            raise OutputLimitExceeded("the output did not fit max_output_bytes")
-        return self
 
 
 class CallsInfo(Struct, frozen=True, kw_only=True):

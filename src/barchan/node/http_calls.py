@@ -9,16 +9,15 @@ import msgspec
 from aiohttp import web
 
 from barchan.backends.function.worker import Call, Outcome
-from barchan.errors import BarchanError, Conflict, InvalidSpec, RemoteProtocolError
+from barchan.errors import BarchanError, CapacityError, Conflict, InvalidSpec, RemoteProtocolError
 from barchan.model.calls import CALL_TIMEOUT_S_MAX
-from barchan.node.calls import Calls
+from barchan.node.calls import RETRY_AFTER_MS, Calls
 from barchan.node.replies import reply
 from barchan.node.sandboxes import Sandboxes
 from barchan.wire import api
 from barchan.wire import calls as wire
 
 IN_FLIGHT_MAX = 2000  # of one connection
-OUTPUT_BYTES_MAX = 16 << 20
 HEAD = (
     f"HTTP/1.1 101 Switching Protocols\r\nUpgrade: {wire.PROTOCOL}\r\nConnection: Upgrade\r\nContent-Length: 0\r\n\r\n"
 )
@@ -80,22 +79,21 @@ class _Connection(asyncio.Protocol):
 
     def _begin(self, found: wire.Frame) -> None:
         asked = wire.decode_call(found.body)
-        if (
-            not 0 < asked.timeout_s <= CALL_TIMEOUT_S_MAX
-            or asked.output_bytes_max > OUTPUT_BYTES_MAX
-            or len(self._in_flight) == IN_FLIGHT_MAX
-        ):
-            raise RemoteProtocolError("a client asked for more than a call may have")
+        wrong = _refusal(asked, len(self._in_flight))
+        if wrong is not None:
+            return self._tell(found.number, wrong)
         done = partial(self._done, found.number)
         call = self._in_flight[found.number] = Call(asked.work, asked.timeout_s, asked.output_bytes_max, done)
         self._calls.submit(self, asked.spec, call)
+
+    def _tell(self, number: int, error: BarchanError) -> None:
+        self._transport.write(wire.frame(wire.Kind.ERROR, number, msgspec.msgpack.encode(api.error_body(error))))
 
     def _done(self, number: int, outcome: Outcome | BarchanError) -> None:
         if self._in_flight.pop(number, None) is None or self._transport.is_closing():
             return
         if isinstance(outcome, BarchanError):
-            self._transport.write(wire.frame(wire.Kind.ERROR, number, msgspec.msgpack.encode(api.error_body(outcome))))
-            return
+            return self._tell(number, outcome)
         number_of_signal = os.WTERMSIG(outcome.wstatus) if os.WIFSIGNALED(outcome.wstatus) else None
         told = wire.Reply(
             exit_code=128 + number_of_signal if number_of_signal else os.WEXITSTATUS(outcome.wstatus),
@@ -114,19 +112,32 @@ class _Connection(asyncio.Protocol):
         )
         self._transport.write(wire.encode_reply(number, told))
 
-    # a client that does not read its answers is not heard either
+    # a client that does not read its answers is not heard either, and what it has asked for does not begin
 
     def pause_writing(self) -> None:
         self._transport.pause_reading()
+        self._calls.hold(self)
 
     def resume_writing(self) -> None:
         self._transport.resume_reading()
+        self._calls.go_on(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._calls.connections.discard(self._transport)
-        for call in self._in_flight.values():
-            self._calls.cancel(self, call)
+        self._calls.leave(self, self._in_flight.values())
         self._in_flight.clear()
         if not self.ended.done():
             self.ended.set_result(None)
         self._lost(error)
+
+
+def _refusal(asked: wire.Asked, in_flight: int) -> BarchanError | None:
+    """Why a call is not made, if it asks for more than it may have."""
+    if not 0 < asked.timeout_s <= CALL_TIMEOUT_S_MAX:
+        return InvalidSpec(f"{asked.timeout_s} s: a call has more than 0 and at most {CALL_TIMEOUT_S_MAX:g}")
+    if asked.output_bytes_max > wire.OUTPUT_BYTES_MAX:
+        return InvalidSpec(f"{asked.output_bytes_max} bytes of output: a call has at most {wire.OUTPUT_BYTES_MAX}")
+    if in_flight >= IN_FLIGHT_MAX:
+        what = f"{IN_FLIGHT_MAX} calls of this connection are under way, its bound"
+        return CapacityError(what, retry_after_ms=RETRY_AFTER_MS)
+    return None

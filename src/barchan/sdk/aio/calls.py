@@ -6,6 +6,7 @@ import importlib
 import inspect
 import os
 import pickle
+import socket
 import sys
 import textwrap
 import weakref
@@ -37,6 +38,7 @@ CALL_INFO = Call("call_info", CallsInfo)
 CONCURRENCY = 16
 _CONNECT_TIMEOUT_S = 60.0
 _HEAD_BYTES_MAX = 64 << 10
+_IDLE_S, _PROBE_S, _GONE_MS = 15, 5, 60_000  # on a connection by TCP of which nothing is heard
 _PICKLE_PROTOCOL = 4  # that a Python 3.8 reads
 _BY_CLOUDPICKLE = "cloudpickle"
 
@@ -190,6 +192,7 @@ class _Link(asyncio.Protocol):
         sock = await open_socket(endpoint)
         if sock is None:
             transport, _ = await self._loop.create_connection(lambda: self, *endpoint.host_port)
+            _notice_loss(transport.get_extra_info("socket"))
         else:
             transport, _ = await self._loop.create_unix_connection(lambda: self, sock=sock)
         authorization = f"Authorization: Bearer {token}\r\n" if token is not None else ""
@@ -201,9 +204,10 @@ class _Link(asyncio.Protocol):
         if self._transport is None:
             raise ConnectionLost("the connection to the node was lost", sent=0)
         self._number = number = (self._number + 1) & 0xFFFFFFFF
+        asked = wire.encode_call(number, timeout_s, bytes_max, spec, work)
         answer: asyncio.Future[wire.Reply] = self._loop.create_future()
         self._waiting[number] = answer
-        self._transport.write(wire.encode_call(number, timeout_s, bytes_max, spec, work))
+        self._transport.write(asked)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -286,6 +290,15 @@ class _Link(asyncio.Protocol):
                 os.close(null)
 
 
+def _notice_loss(sock: socket.socket) -> None:
+    """Have the connection break when nothing comes from the node's host for so long, though it should."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_MS)
+
+
 _links: "weakref.WeakKeyDictionary[Transport, dict[asyncio.AbstractEventLoop, _Link]]" = weakref.WeakKeyDictionary()
 
 
@@ -310,6 +323,11 @@ def _request(what: Callee, args: tuple[Any, ...], options: CallOptions) -> tuple
         raise InvalidSpec(f"timeout_s={timeout_s:g}: a call has at most {CALL_TIMEOUT_S_MAX:g} s (try: an exec)")
     if "max_output_bytes" in options:
         check_count(max_output_bytes=options["max_output_bytes"], least=0)
+        if options["max_output_bytes"] > wire.OUTPUT_BYTES_MAX:
+            raise InvalidSpec(
+                f"max_output_bytes={options['max_output_bytes']}: a call gives at most {wire.OUTPUT_BYTES_MAX} of each "
+                "stream (try: an exec)"
+            )
     imports = options.get("imports", ())
     if isinstance(imports, str):
         raise InvalidSpec("imports= is a list of names of modules")
@@ -347,9 +365,15 @@ _SPEC_FIELDS = ("template", "python", "memory_mib", "pids_max", "disk_mib")
 @functools.lru_cache(1000)
 def _encoded_spec(imports: tuple[str, ...], limits: tuple[tuple[str, Any], ...]) -> bytes:
     try:
-        return msgspec.msgpack.encode(CallSpec(imports=imports, **dict(limits)))
+        spec = msgspec.msgpack.encode(CallSpec(imports=imports, **dict(limits)))
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidSpec(f"no call can be of this kind: {error}") from error
+    if len(spec) > wire.SPEC_BYTES_MAX:
+        raise InvalidSpec(
+            f"a kind of call of {len(spec)} bytes, more than {wire.SPEC_BYTES_MAX} (try: fewer imports, or one module "
+            "that has them)"
+        )
+    return spec
 
 
 @functools.lru_cache(1000)
