@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,18 @@ class Microvm(MicrovmHandle):
         return None
 
 
+class Line(socket.socket):
+    """Notes how many tasks there are when it is closed."""
+
+    def __init__(self, fileno: int) -> None:
+        super().__init__(fileno=fileno)
+        self.tasks: list[int] = []
+
+    def close(self) -> None:
+        self.tasks.append(len(asyncio.all_tasks()))
+        super().close()
+
+
 @pytest.fixture(autouse=True)
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handles, "GO_ON_S", 0.0)
@@ -286,6 +299,23 @@ async def test_an_end_is_told_without_a_console(error: Exception, monkeypatch: p
     qemu.why_ended = "its kernel panicked"
     qemu.guest_ended.set_result(None)
     assert (await handle.ended).why == "its kernel panicked"
+
+
+async def test_a_greeting_is_over_before_its_socket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guest ends while it is called: nothing reads on from a descriptor that is somebody else's by then."""
+    pair, theirs = socket.socketpair()
+    ours = Line(fileno=pair.detach())
+    monkeypatch.setattr(handles, "reach", lambda *made_of: ours)
+    qemu = Qemu()
+    qemu.why_ended = "its kernel panicked"
+    before = len(asyncio.all_tasks())
+    greeting = asyncio.ensure_future(handles.greeted(cast(Machine, qemu), b"secret", 30.0))
+    await asyncio.get_running_loop().run_in_executor(None, theirs.recv, 1)
+    qemu.guest_ended.set_result(None)
+    with pytest.raises(ConnectionLost, match="panicked"):
+        await greeting
+    assert ours.tasks == [before + 1]
+    theirs.close()
 
 
 # ends that are counted first

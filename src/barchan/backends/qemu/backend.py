@@ -216,7 +216,7 @@ class MachineBackend(HostedBackend):
         try:
             with _coming_up(sandbox_id):
                 try:
-                    layer = await self._stored.once(sandbox_id, memory, shape)
+                    layer = await finished(self._stored.once(sandbox_id, memory, shape))
                     machine = await self._prepare(sandbox_id, shape, layer, None if shape.stores_disk else cut)
                     return await self._go(sandbox_id, spec, shape, machine, memory)
                 except BaseException:
