@@ -24,7 +24,7 @@ def _qemu(state_dir: Path) -> Requirement:
         ok=found is not None,
         needed_for=MICROVM,
         found=f"{found.version} in {found.root}" if found else f"none of version {install.MAJOR_MIN} or later",
-        remedy="barchan tools install qemu",
+        remedy="" if found else "barchan tools install qemu",
     )
 
 
@@ -45,5 +45,5 @@ def _mkfs() -> Requirement:
         ok=path is not None,
         needed_for=MICROVM,
         found=path or "none",
-        remedy="apt-get install e2fsprogs",
+        remedy="" if path else "apt-get install e2fsprogs",
     )

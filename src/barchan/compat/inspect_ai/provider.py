@@ -36,6 +36,7 @@ LABEL_BYTES_MAX = 256
 WRITE_OVER = (
     f'if [ -d "$1" ]; then exit {errno.EISDIR}; elif [ ! -w "$1" ]; then exit {errno.EACCES}; fi; exec /bin/cat >"$1"'
 )
+WRITE_ON = 'exec /bin/cat >>"$1"'  # more of what one command's input may have
 
 
 @sandboxenv(name="barchan")
@@ -182,16 +183,17 @@ class BarchanEnvironment(SandboxEnvironment):
         path = self._path(file)
         try:
             try:
-                there = await self.sandbox.files.stat(path)
+                await self.sandbox.files.stat(path)
             except NotFound:
                 await self.sandbox.files.write(path, data)
                 return
-            if len(data) > STDIN_INLINE_BYTES_MAX:
-                await self.sandbox.files.write(path, data, mode=there.mode)
-                return
-            done = await self.sandbox.exec(["/bin/sh", "-c", WRITE_OVER, "write", path], stdin=data)
+            for at in range(0, max(1, len(data)), STDIN_INLINE_BYTES_MAX):
+                await self._write(file, path, data[at : at + STDIN_INLINE_BYTES_MAX], WRITE_ON if at else WRITE_OVER)
         except BarchanError as error:
             raise _translated(error, file) from error
+
+    async def _write(self, file: str, path: str, data: bytes, script: str) -> None:
+        done = await self.sandbox.exec(["/bin/sh", "-c", script, "write", path], stdin=data)
         if done.exit_code in (errno.EACCES, errno.EISDIR):
             raise OSError(done.exit_code, os.strerror(done.exit_code), file)
         if not done.ok:
