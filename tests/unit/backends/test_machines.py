@@ -291,6 +291,14 @@ async def test_a_dump_without_room_leaves_it_as_it_was(tmp_path: Path, monkeypat
     assert init.on_lost == handle.recover
 
 
+async def test_one_that_can_t_be_reached_any_more_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could use it, and it would stay for as long as it may live."""
+    handle, _, init = made(monkeypatch)
+    handle.can_connect = False
+    init.link_lost()
+    assert "no line" in (await handle.ended).why
+
+
 @pytest.mark.parametrize("error", [ReadTimeout("late"), RemoteProtocolError("no QEMU")])
 async def test_an_end_is_told_without_a_console(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """QEMU may be going, too."""

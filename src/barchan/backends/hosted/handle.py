@@ -94,7 +94,8 @@ class HostedHandle:
             except (BarchanError, OSError, TimeoutError) as error:
                 if asyncio.get_running_loop().time() > until:
                     self.guest.guest_gone(InitDied(f"the init of {self.sandbox_id} can't be reached any more: {error}"))
-                    return
+                    why = f"its init can't be reached any more: {error}"
+                    return self.tell_end(Ended(wstatus=0, oom_kills=self.oom_kills(), why=why))
             await asyncio.sleep(RECONNECT_POLL_S)
 
     async def destroy(self) -> None:
