@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 
 from barchan import backends
 from barchan.backends.container import attempts, probe
+from barchan.backends.microvm import probe as microvm_probe
+from barchan.backends.vm import probe as vm_probe
 from barchan.cli.backend_checks import Report, examine, usual_image
 from barchan.cli.main import main
 from barchan.model.node import ImageInfo, Requirement
@@ -138,6 +141,12 @@ def test_attempts_that_cannot_run_hold_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert "could not be tried" in checked["overlayfs"].found
     assert not probe.usable(list(checked.values()))
     assert not probe.mounts_erofs(list(checked.values()))
+
+
+@pytest.mark.parametrize("probed", [microvm_probe.requirements, vm_probe.requirements])
+def test_only_what_is_missing_has_a_remedy(probed: Callable[[Path], Sequence[Requirement]], tmp_path: Path) -> None:
+    """Nobody is told to install what is there."""
+    assert [row.name for row in probed(tmp_path) if row.ok == bool(row.remedy)] == []
 
 
 def fail(place: attempts.Place) -> None:
