@@ -50,9 +50,10 @@ static void make_group(const char *name, uint64_t memory_bytes, uint64_t pids)
 /* Returns the directory that has them. */
 int groups_make(const struct parameters *parameters)
 {
-	/* With the option moves don't wait for a grace period of the kernel; older ones don't know it. */
-	if (mount("cgroup2", "/cgroup", "cgroup2", 0, "favordynmods") != 0)
-		mount_at("cgroup2", "/cgroup", 0, NULL);
+	/* With the second option moves don't wait for a grace period of the kernel; older ones don't know it. With the first no program leaves
+	 * the group that its namespace of groups was made in. */
+	if (mount("cgroup2", "/cgroup", "cgroup2", 0, "nsdelegate,favordynmods") != 0)
+		mount_at("cgroup2", "/cgroup", 0, "nsdelegate");
 	write_file("/cgroup/cgroup.subtree_control", CONTROLLERS);
 	make_directory(BASE, 0755);
 	write_file(BASE "/cgroup.subtree_control", CONTROLLERS);

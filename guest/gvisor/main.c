@@ -10,7 +10,7 @@
  * DIR is made. `door` in it answers who comes from outside the container and sends one of these letters, once a line `ready` was written:
  * `g` and `c` give a descriptor: the other end of the guest's standard input, which is one for all, or a new connection to
  * the sentry's control server. `p` stops every program of the guest, its init, too, and `r` lets them go on; repeating either is harmless, and
- * the answer is a byte, 0 when it is done. When one of the two programs ends, so does the other, and this: as the sentry did, or with 70. */
+ * the answer is a byte, 0 when it is done. What is not done in time is done later, unless another wish has come by then. When one of the two programs ends, so does the other, and this: as the sentry did, or with 70. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <fcntl.h>
@@ -228,38 +228,81 @@ static void send_control(int to)
 		send_descriptor(to, fd);
 }
 
-/* One call without arguments of the sentry's control server, which answers with a JSON object. */
-static bool ask_sentry(const char *method)
-{
-	CLEANUP_FD int fd = connect_control();
-	struct timeval limit = {.tv_sec = SENTRY_WAIT_S};
-	char text[128], answer[ANSWER_BYTES_MAX];
-	size_t have = 0;
-	ssize_t n;
-	int len = snprintf(text, sizeof text, "{\"method\":\"containerManager.%s\",\"arg\":null}", method);
+/* A call of the sentry's control server that has no answer yet, unless `fd` is -1. It may be carried out long after we gave it up, so no
+ * other is made before. */
+static struct {
+	int fd;
+	bool stop;
+	size_t have;
+	char answer[ANSWER_BYTES_MAX];
+} asked = {.fd = -1};
 
-	if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit) != 0 || send(fd, text, (size_t)len, MSG_NOSIGNAL) != len)
-		return false;
-	while (have < sizeof answer - 1 && (n = recv(fd, answer + have, sizeof answer - 1 - have, 0)) > 0) {
-		have += (size_t)n;
-		answer[have] = 0;
-		if (strchr(answer, '}') != NULL)
-			return strstr(answer, "\"success\":true") != NULL;
-	}
+static bool is_stopped, shall_stop;	/* as the sentry has answered, and as was wished last */
+
+static bool ask_sentry(bool stop)
+{
+	char text[128];
+	int len = snprintf(text, sizeof text, "{\"method\":\"containerManager.%s\",\"arg\":null}", stop ? "Pause" : "Resume");
+
+	asked.fd = connect_control();
+	asked.stop = stop;
+	asked.have = 0;
+	if (asked.fd >= 0 && send(asked.fd, text, (size_t)len, MSG_NOSIGNAL) == len)
+		return true;
+	close_fd(&asked.fd);
 	return false;
 }
 
-/* The sentry counts how often it was told to stop, and does not bear to be told to go on once more often. */
+/* Take what has come of the answer, a JSON object. */
+static void hear_sentry(void)
+{
+	ssize_t n = recv(asked.fd, asked.answer + asked.have, sizeof asked.answer - 1 - asked.have, MSG_DONTWAIT);
+
+	if (n < 0 && (errno == EAGAIN || errno == EINTR))
+		return;
+	if (n > 0) {
+		asked.have += (size_t)n;
+		asked.answer[asked.have] = 0;
+		if (strchr(asked.answer, '}') == NULL && asked.have < sizeof asked.answer - 1)
+			return;
+		if (strstr(asked.answer, "\"success\":true") != NULL)
+			is_stopped = asked.stop;
+	}
+	close_fd(&asked.fd);
+}
+
+/* Whether what was wished last is so, after at most that time. The sentry counts how often it was told to stop, and does not bear to be told
+ * to go on once more often. */
+static bool come_to_wish(uint64_t within_ns)
+{
+	uint64_t until = now_ns() + within_ns;
+	bool was_asked = false;
+
+	for (;;) {
+		struct pollfd answering = {.fd = asked.fd, .events = POLLIN};
+		uint64_t now = now_ns();
+
+		if (asked.fd < 0 && (is_stopped == shall_stop || was_asked))
+			return is_stopped == shall_stop;
+		if (asked.fd < 0) {
+			was_asked = true;
+			if (!ask_sentry(shall_stop))
+				return false;
+			continue;
+		}
+		if (poll(&answering, 1, until > now ? (int)((until - now) / 1000000 + 1) : 0) == 0)
+			return false;
+		was_asked |= asked.stop == shall_stop;	/* a refusal is its answer */
+		hear_sentry();
+	}
+}
+
 static void set_stopped(int to, bool stop)
 {
-	static bool is_stopped;
-	char failed = 0;
+	char failed;
 
-	if (stop != is_stopped) {
-		failed = !ask_sentry(stop ? "Pause" : "Resume");
-		if (!failed)
-			is_stopped = stop;
-	}
+	shall_stop = stop;
+	failed = !come_to_wish(UINT64_C(1000000000) * SENTRY_WAIT_S);
 	send(to, &failed, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
@@ -313,11 +356,13 @@ static int reap(pid_t sentry, pid_t gofer)
 static int serve(pid_t sentry, pid_t gofer, int signal_fd)
 {
 	for (;;) {
-		struct pollfd wanted[] = {{.fd = signal_fd, .events = POLLIN}, {.fd = door_fd, .events = POLLIN}};
+		struct pollfd wanted[] = {{.fd = signal_fd, .events = POLLIN}, {.fd = door_fd, .events = POLLIN}, {.fd = asked.fd, .events = POLLIN}};
 		struct signalfd_siginfo info;
 
 		if (poll(wanted, COUNT_OF(wanted), -1) < 0 && errno != EINTR)
 			die("poll");
+		if (wanted[2].revents)
+			come_to_wish(0);
 		if (wanted[1].revents)
 			open_door();
 		if (wanted[0].revents && read(signal_fd, &info, sizeof info) > 0) {

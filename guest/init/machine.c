@@ -176,10 +176,13 @@ int machine_count(struct machine_counters *out)
 	*out = (struct machine_counters){0};
 	if (settings.is_agent && dir < 0) {
 		out->oom_kills = number_of(settings.proc, "vmstat", "oom_kill");
+		out->pids = UINT64_MAX;
 		return 0;
 	}
+	if (settings.is_gvisor)
+		out->pids = gvisor_processes();
 	if (dir < 0)
-		return EOPNOTSUPP;
+		return settings.is_gvisor ? 0 : EOPNOTSUPP;
 	out->oom_kills = number_of(dir, "guest/memory.events", "oom_kill");
 	out->memory_bytes = number_of(dir, "guest/memory.current", "");
 	out->memory_peak_bytes = number_of(dir, "guest/memory.peak", "");

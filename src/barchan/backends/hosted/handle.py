@@ -32,6 +32,8 @@ class HostedHandle:
         self.runner = runner
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._recovering: asyncio.Task[None] | None = None
+        self._counting: asyncio.Task[None] | None = None
+        self._empty_since = -1  # the newest main process, when the guest last said that it has none any more
         guest.on_lost = self.recover
         outer.ended.add_done_callback(self._outer_ended)
         runner.ended.add_done_callback(self._runner_ended)
@@ -101,8 +103,9 @@ class HostedHandle:
     async def destroy(self) -> None:
         """See `Handle.destroy`."""
         self.guest.close()
-        if self._recovering is not None:
-            self._recovering.cancel()
+        for task in (self._recovering, self._counting):
+            if task is not None:
+                task.cancel()
         await self.outer.destroy()
 
     # rest
@@ -116,8 +119,25 @@ class HostedHandle:
         return await self.outer.page_out()
 
     def activity(self) -> Activity:
-        """See `Handle.activity`. What a guest's programs wait for can't be seen from outside it."""
-        return Activity(has_programs=bool(self.guest.running), waits_for_client=False, cpu_s=self.stats().cpu_s)
+        """See `Handle.activity`. What a guest's programs wait for can't be seen from outside it, nor whether there are
+        any: one that its shell has left behind is known to the guest alone, which is asked for the next time. Until it
+        has said that there are none, and from the next start on, there are some.
+        """
+        has_programs = bool(self.guest.running) or self._empty_since != self._newest
+        if has_programs and not self.guest.running and (self._counting is None or self._counting.done()):
+            self._counting = asyncio.get_running_loop().create_task(self._count())
+        return Activity(has_programs=has_programs, waits_for_client=False, cpu_s=self.stats().cpu_s)
+
+    @property
+    def _newest(self) -> int:
+        return next(reversed(self.guest.processes), 0)
+
+    async def _count(self) -> None:
+        newest = self._newest
+        with suppress(BarchanError, OSError):  # one that can't tell now is asked again
+            counted = wire.decode_counters((await self.guest.request(wire.counters)).body)
+            if not counted.pids:
+                self._empty_since = newest
 
     # files and memory
 

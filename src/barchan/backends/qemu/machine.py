@@ -92,10 +92,14 @@ class Machine:
         except NotFound as error:
             raise BootFailed(f"no QEMU was started in {outer.sandbox_id}") from error
         await machine._connect()
-        answer = await machine.qmp.execute("query-status")
-        status = answer.get("status") if isinstance(answer, dict) else None
-        if not isinstance(status, str):
-            raise RemoteProtocolError(f"QEMU's word on its guest has no status: {str(answer)[:200]}")
+        try:
+            answer = await machine.qmp.execute("query-status")
+            status = answer.get("status") if isinstance(answer, dict) else None
+            if not isinstance(status, str):
+                raise RemoteProtocolError(f"QEMU's word on its guest has no status: {str(answer)[:200]}")
+        except BaseException:
+            machine.close()
+            raise
         if status in ("shutdown", "internal-error", "guest-panicked"):
             machine._guest_gone(f"its guest ended: {status}")
         return machine
