@@ -71,6 +71,7 @@ def regrade(
     settings = RunSettings(
         run_id=f"regrade-{secrets.token_hex(4)}",
         template=template or str(asked.get("--template") or "debian"),
+        backend=str(asked.get("--backend") or "container"),
         memory_mib=memory_mib or int(asked.get("--memory-mib") or 512),
         graders=graders or GRADERS_PER_CPU * len(os.sched_getaffinity(0)),
         keep_images=True,

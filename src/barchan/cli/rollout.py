@@ -51,6 +51,7 @@ def rollout(
     out: Path | None = None,
     resume: Path | None = None,
     template: str = "debian",
+    backend: str = "container",
     memory_mib: Annotated[int, Parameter(validator=Number(gte=16))] = 512,
     repos: Path | None = None,
     base: Words = (),
@@ -122,6 +123,9 @@ def rollout(
         are kept, all others run again.
     template
         Name or digest of an image with Python, for tasks without one of their own.
+    backend
+        What the sandboxes are made by, those of agents and of graders (barchan
+        doctor); auto: the strongest isolation that the node has.
     memory_mib
         Memory of each sandbox, where the task does not say.
     repos
@@ -181,6 +185,7 @@ def rollout(
     settings = RunSettings(
         run_id=f"run_{secrets.token_hex(6)}",
         template=template,
+        backend=backend,
         group=group,
         over_sample=over_sample,
         refill=refill,
@@ -218,6 +223,7 @@ def _info(settings: RunSettings, task_set: str, options: PolicyOptions) -> RunIn
             "--group": settings.group,
             "--over-sample": settings.over_sample,
             "--template": settings.template,
+            **({} if settings.backend == "container" else {"--backend": settings.backend}),
             "--memory-mib": settings.memory_mib,
             "--model": options.model,
             "--tool-format": options.tool_format,

@@ -186,6 +186,7 @@ def run_of(
     grace_s: float,
     out: str | os.PathLike[str] | None,
     template: str,
+    backend: str,
     memory_mib: int,
     pids_max: int,
     capacity_wait_s: float,
@@ -208,7 +209,12 @@ def run_of(
         waiting=waiting,
     )
     settings = RunSettings(
-        run_id=name, template=template, memory_mib=memory_mib, pids_max=pids_max, capacity_wait_s=capacity_wait_s
+        run_id=name,
+        template=template,
+        backend=backend,
+        memory_mib=memory_mib,
+        pids_max=pids_max,
+        capacity_wait_s=capacity_wait_s,
     )
     folder = os.path.abspath(out) if out is not None else None
     terms = RunTerms(endpoint=client.endpoint, lease=lease, settings=settings, out=folder)

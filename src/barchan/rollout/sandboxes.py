@@ -104,6 +104,7 @@ class Sandboxes:
     def _options(self, role: Role, environment: Environment, create_id: str, resources: Resources) -> CreateOptions:
         settings = self._settings
         options: CreateOptions = {
+            "backend": settings.backend,
             "memory_mib": resources.memory_limit_mib,
             "pids_max": resources.pids_max,
             "ttl_s": SANDBOX_TTL_S,

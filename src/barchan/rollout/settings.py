@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from barchan.model.sandbox import BackendName
 from barchan.rollout.limits import GradingLimits
 
 
@@ -9,6 +10,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     """The same for every rollout of a run.
 
     Attributes:
+        backend: What the sandboxes of agents and graders are made by; `auto`: the node chooses.
         group: Scored attempts that are wanted at each task.
         over_sample: Attempts more than that are started; what is not among the first `group` scored is cancelled.
         refill: Times that a void attempt is tried again, in each group together, where it would else fall short.
@@ -24,6 +26,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
 
     run_id: str
     template: str
+    backend: BackendName = "container"
     group: int = 1
     over_sample: int = 0
     refill: int = 0

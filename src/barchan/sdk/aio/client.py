@@ -226,6 +226,7 @@ class AsyncClient(StateCalls, AsyncCalling):
         grace_s: float = 10.0,
         out: str | os.PathLike[str] | None = None,
         template: str = "debian",
+        backend: str = "container",
         memory_mib: int = 512,
         pids_max: int = 128,
         capacity_wait_s: float = 300.0,
@@ -241,6 +242,7 @@ class AsyncClient(StateCalls, AsyncCalling):
             grace_s: How long they live after this process was killed.
             out: A folder for logs and results; without one, nothing is known of a rollout that its process has not.
             template: The image of tasks that bring none, as are `memory_mib` and `pids_max`.
+            backend: What the sandboxes of agents and graders are made by.
             capacity_wait_s: How long a rollout waits, in total, for room on the node; then it is void.
             waiting: What the node may do by itself with the run's sandboxes while nobody asks anything of them.
         """
@@ -256,6 +258,7 @@ class AsyncClient(StateCalls, AsyncCalling):
             grace_s=grace_s,
             out=out,
             template=template,
+            backend=backend,
             memory_mib=memory_mib,
             pids_max=pids_max,
             capacity_wait_s=capacity_wait_s,
