@@ -1,8 +1,11 @@
 """Warm interpreters: forks of one Python in many sandboxes, each an ordinary process of its own."""
 
+import ctypes
 import glob
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +20,7 @@ from tests.nodes import NodeProcess
 
 pytestmark = [pytest.mark.requires("root", "cgroup"), pytest.mark.timeout(120)]
 
+PIDFD_GETFD = 438
 IMPORTS = ("json", "xml.dom.minidom", "email.message", "http.client", "asyncio", "unittest.mock", "ctypes", "sqlite3")
 # What a process is, in words that must be the same for one that was executed.
 IDENTITY = r"""
@@ -38,17 +42,24 @@ signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))
 print('up', flush=True)
 time.sleep(60)
 """
-# Stops the server, and takes its place for one program.
-TAKES = """
-import array, ctypes, os, signal, socket, struct, subprocess
+# What a program could take of the server: its descriptors, its memory, and the server itself.
+STEALS = """
+import ctypes, os, subprocess
 libc = ctypes.CDLL(None, use_errno=True)
 server = int(subprocess.check_output(["pgrep", "-of", "<zygote>"]))
-pidfd = os.pidfd_open(server)
-for name in os.listdir(f"/proc/{server}/fd"):
-    if os.readlink(f"/proc/{server}/fd/{name}").startswith("socket"):
-        listener = socket.socket(fileno=libc.syscall(438, pidfd, int(name), 0))
-        if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            break
+taken = [libc.syscall(438, os.pidfd_open(server), fd, 0) for fd in range(32)]
+print(max(taken), libc.ptrace(16, server, None, None))
+for name in ("fd", "mem", "environ"):
+    try:
+        open(f"/proc/{server}/{name}") if name != "fd" else os.listdir(f"/proc/{server}/{name}")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+# Stops the server, whose listener it was given, and takes its place for one program.
+TAKES = """
+import array, os, signal, socket, struct, subprocess, sys
+server = int(subprocess.check_output(["pgrep", "-of", "<zygote>"]))
+listener = socket.socket(fileno=int(sys.argv[1]))
 os.kill(server, signal.SIGSTOP)
 print("up", flush=True)
 connection, _ = listener.accept()
@@ -149,6 +160,47 @@ def _text(path: str) -> str:
         return ""
 
 
+def server_of(node: NodeProcess, sandbox: Sandbox) -> int:
+    """Pid, here, of what runs source in this sandbox."""
+    found = {pid for path in groups_of(node, sandbox) for pid in members(path)}
+    return min(pid for pid in found if "<zygote>" in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+def members(group: Path) -> list[int]:
+    try:
+        return [int(pid) for pid in group.read_text().split()]
+    except OSError:  # it has just been removed
+        return []
+
+
+def groups_of(node: NodeProcess, sandbox: Sandbox) -> list[Path]:
+    stat = node.state_dir.stat()
+    name = f"barchan/n{stat.st_ino:x}-{stat.st_dev:x}/{sandbox.id}/**/cgroup.procs"
+    return [Path(path) for path in glob.glob(f"{CGROUPS}/**/{name}", recursive=True)]
+
+
+def listener_of(pid: int) -> socket.socket:
+    pidfd = os.pidfd_open(pid)
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket"):
+                taken = socket.socket(fileno=ctypes.CDLL(None).syscall(PIDFD_GETFD, pidfd, int(name), 0))
+                if taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    return taken
+                taken.close()
+    finally:
+        os.close(pidfd)
+    raise AssertionError(f"process {pid} listens nowhere")
+
+
+@pytest.mark.parametrize("user", ["root", "nobody"])
+def test_no_program_takes_anything_of_its_server(client: Client, spec: SandboxSpec, user: str) -> None:
+    """Though it is of the same user, and that be root: the server has a line to the node."""
+    with client.create(spec, user=user) as sandbox:
+        for run in (sandbox.python, lambda source: sandbox.exec(["python3", "-c", source])):
+            assert run(STEALS).check().text == "-1 -1\n" + 3 * "PermissionError\n"
+
+
 @pytest.mark.parametrize("user", ["root", "nobody", "4321"])
 def test_a_fork_is_an_ordinary_process_of_its_sandbox(client: Client, spec: SandboxSpec, user: str) -> None:
     """Namespaces, user, rights, limits, cgroups and environment are those of a program executed there."""
@@ -200,10 +252,10 @@ def test_what_was_imported_is_there_and_what_is_done_stays_apart(client: Client,
         assert len(lines) == 6
 
 
-def test_the_heap_is_shared_until_it_is_written_to(sandbox: Sandbox) -> None:
+def test_the_heap_is_shared_until_it_is_written_to(node: NodeProcess, sandbox: Sandbox) -> None:
     """Most of what the waiting server has resident belongs to the zygote, too."""
-    rollup = "cat /proc/$(pgrep -of '<zygote>')/smaps_rollup"
-    sizes = {line.split()[0]: int(line.split()[1]) for line in sandbox.exec(rollup).check().text.splitlines()[1:]}
+    rollup = Path(f"/proc/{server_of(node, sandbox)}/smaps_rollup").read_text()
+    sizes = {line.split()[0]: int(line.split()[1]) for line in rollup.splitlines()[1:]}
     assert sizes["Private_Dirty:"] + sizes["Private_Clean:"] < sizes["Rss:"] / 4
 
 
@@ -225,15 +277,25 @@ def test_time_outs_signals_and_limits_reach_a_fork(client: Client, spec: Sandbox
         assert (greedy.oom_killed, greedy.signal) == (True, signal.SIGKILL)
 
 
-def test_who_answers_in_the_server_s_place_moves_nobody(client: Client, spec: SandboxSpec) -> None:
-    """A guest that takes the server's socket gets no file of a cgroup, and can't stop what stands for the source."""
+def test_who_answers_in_the_server_s_place_moves_nobody(client: Client, node: NodeProcess, spec: SandboxSpec) -> None:
+    """A guest that had the server's socket would get no file of a cgroup, and could not stop what stands for the
+    source."""
     with client.create(spec, user="nobody") as sandbox:
-        taker = sandbox.start(["python3", "-c", TAKES])
-        output = taker.output()
-        assert next(output)[2] == b"up\n"
+        pid = server_of(node, sandbox)
+        uid, gid = sandbox.exec("id -u; id -g").check().text.split()
+        with listener_of(pid) as listener:
+            joined = [path for path in groups_of(node, sandbox) if pid in members(path)]
+            joins = "".join(f"echo $$ > {path}; " for path in joined)
+            enter = f"exec nsenter -t {pid} -U -p -n -m -S {uid} -G {gid} python3 -c"
+            taker = subprocess.Popen(
+                ["sh", "-c", f'{joins} {enter} "$@"', "sh", TAKES, str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                stdout=subprocess.PIPE,
+            )
+        assert taker.stdout is not None and taker.stdout.readline() == b"up\n"
         before = sandbox.exec("cat /proc/1/cgroup").check().text
         stolen = sandbox.start_python("print('never')")
-        assert b"".join(data for _, _, data in output) == b"PermissionError\n[]\n[b'join', b'go']\n"
+        assert taker.communicate()[0] == b"PermissionError\n[]\n[b'join', b'go']\n"
         assert stolen.wait(timeout_s=30).exit_code == 9
         assert sandbox.exec("cat /proc/1/cgroup").check().text == before
 

@@ -149,11 +149,11 @@ def give_up_rights(identity: Identity) -> None:
     os.setgroups(groups)
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
+    # Programs are of its user, and may not take what it has all the same, such as its line to the node.
+    checked(prctl(PR_SET_DUMPABLE, 0), "dumpable")
     header = ctypes.create_string_buffer(struct.pack("<Ii", CAPABILITY_VERSION_3, 0))
     checked(libc.capset(header, ctypes.create_string_buffer(bytes(24))), "capset")
     refuse_setns()
-    # Its files in /proc are its own user's, as those of a program that was executed.
-    checked(prctl(PR_SET_DUMPABLE, 1), "dumpable")
 
 
 def enter(identity: Identity, asked: dict[str, str], fds: list[int]) -> None:
@@ -438,6 +438,8 @@ def prepare(fds: list[int]) -> tuple[bytes, list[str]]:
         os.dup2(given, fd)
     source, request = read_all(fds[3]), read_all(fds[4]).split(b"\0")
     close_others(set())
+    # Its files in /proc are its own user's, as those of a program that was executed.
+    checked(prctl(PR_SET_DUMPABLE, 1), "dumpable")
     words = [os.fsdecode(word) for word in request[:-1]]
     cwd, count = words[0], int(words[1])
     os.environ.clear()
