@@ -109,8 +109,8 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
         memory_freed_bytes: What it takes less than when it was last running.
         stays_paused: Why it is not as far down as it was asked to be; empty: it is.
         awake_s: Since it last woke, or its node began to serve it; 0 while it sleeps, None for one that has ended.
-        backend_reason: Why `auto` came to the backend in `spec`; empty where one was named, and when the node that chose
-            has ended.
+        backend_reason: Why `auto` came to the backend in `spec`; empty where one was named, and when the node that
+            chose has ended.
     """
 
     sandbox_id: str
