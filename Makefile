@@ -2,11 +2,12 @@
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # Suites that own the machine for their time, since they kill nodes, press on memory or watch clocks.
-ALONE := tests/security tests/conformance tests/drills $(patsubst %,tests/integration/test_%.py,calls cli density fork hibernate hibernate_away http late_memory \
+ALONE := tests/security tests/conformance/test_container.py tests/conformance/test_suite.py tests/drills $(patsubst %,tests/integration/test_%.py,calls cli density fork hibernate hibernate_away http late_memory \
 	lazy lazy_layer lazy_reader leases memory memory_wakes network node node_restart page_out pager prepared sdk \
 	state_cli state_faults tiers warm_pool zygote)
+SANITIZED := tests/guest/init tests/guest/pack tests/guest/supervisor
 ASAN := $(CURDIR)/build/guest
-# The guest suite drives this binary; `test` runs it a second time with the one under ASan and UBSan.
+# The guest suite drives this binary by hand; `test` runs it with the ones under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
 .PHONY: setup backends check test test-vm bench conformance drills hacks rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
@@ -25,9 +26,9 @@ check: setup
 
 test: check
 	@scripts/setup.sh test
-	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy tests/integration/test_vm.py $(ALONE))
+	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy $(SANITIZED) tests/integration/test_vm.py $(ALONE))
 	$(MAKE) --no-print-directory -C guest OUT=$(ASAN) asan
-	BARCHAN_INIT=$(ASAN)/asan/barchan-init $(PYTEST) -q -n 2 --dist loadfile tests/guest --ignore=tests/guest/boot
+	BARCHAN_INIT=$(ASAN)/asan/barchan-init $(PYTEST) -q -n 2 --dist loadfile $(SANITIZED)
 	$(PYTEST) -q $(ALONE)
 
 # Whole machines; with their first boot and a disk that is built, for minutes.
