@@ -355,6 +355,8 @@ _Noreturn void child_main(const struct launch *launch)
 	env_add(env, &envc, "USER", identity.name);
 	env_add(env, &envc, "LOGNAME", identity.name);
 	set_limits(start);
+	if (settings.is_gvisor && launch->leaf == &leaves[LEAF_GUEST] && gvisor_leave_others(identity.uid) != 0)
+		fail(EXIT_CANNOT, "cannot limit its processes: %s", strerror(errno));
 	become(&identity, start->kind);
 	if (start->kind == KIND_APPLET)
 		run_applet(start->argc, argv, cwd);

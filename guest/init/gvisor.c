@@ -49,12 +49,13 @@ int gvisor_open_group(void)
 	return open(GROUP "/cgroup.procs", O_WRONLY | O_CLOEXEC);
 }
 
-/* Processes beside the init. Its own group's count falls short after some were killed. */
-uint64_t gvisor_processes(void)
+/* Processes beside the init, and beside this user's. */
+static uint64_t processes_but(uid_t uid)
 {
 	int fd = openat(settings.proc, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	DIR *all = fd >= 0 ? fdopendir(fd) : NULL;
 	const struct dirent *entry;
+	struct stat st;
 	uint64_t count = 0;
 
 	if (all == NULL) {
@@ -62,9 +63,33 @@ uint64_t gvisor_processes(void)
 		return UINT64_MAX;	/* it can't be told that there are none */
 	}
 	while ((entry = readdir(all)) != NULL)
-		count += entry->d_name[0] >= '1' && entry->d_name[0] <= '9';
+		if (entry->d_name[0] >= '1' && entry->d_name[0] <= '9' && fstatat(fd, entry->d_name, &st, 0) == 0)
+			count += st.st_uid != uid;
 	closedir(all);
 	return count > 0 ? count - 1 : UINT64_MAX;
+}
+
+/* The group's own count falls short after some were killed. */
+uint64_t gvisor_processes(void)
+{
+	return processes_but((uid_t)-1);
+}
+
+/* For the same reason a program that is about to become this user is kept, by its user's limit, to what the others' have left of the
+ * guest's by now. The caller is not of this user yet. */
+int gvisor_leave_others(uid_t uid)
+{
+	uint64_t others = processes_but(uid);
+	struct rlimit limit;
+
+	if (others == UINT64_MAX || getrlimit(RLIMIT_NPROC, &limit) != 0)
+		return -1;
+	others -= others > 0;	/* the caller */
+	if (limit.rlim_max == RLIM_INFINITY)
+		return 0;
+	limit.rlim_max = limit.rlim_max > others ? limit.rlim_max - (rlim_t)others : 0;
+	limit.rlim_cur = (rlim_t)min_u64(limit.rlim_cur, limit.rlim_max);
+	return setrlimit(RLIMIT_NPROC, &limit);
 }
 
 int gvisor_limit_pids(const char *text)

@@ -235,6 +235,7 @@ const char *identity_find(const char *user, struct identity *identity);
 int gvisor_become(uid_t uid, char **argv);
 int gvisor_open_group(void);
 uint64_t gvisor_processes(void);
+int gvisor_leave_others(uid_t uid);
 int gvisor_limit_pids(const char *text);
 
 /* capable.c */
