@@ -4,10 +4,9 @@ import asyncio
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from barchan.backends.base import Activity
-from barchan.backends.container.activity import activity
+from barchan.backends.container.activity import activity, pids
 from barchan.backends.container.cgroup import FREEZE_POLL_S, FREEZE_S, ROOT, Counters, is_frozen, stop, thaw
 from barchan.backends.container.pageout import page_out
 from barchan.backends.guest import GuestConnection
@@ -96,15 +95,13 @@ async def _stopped(group: str, deadline: float) -> None:
 def is_beginning(init: int, group: str) -> bool:
     """Whether the init has forked for a start what is not its program yet: a copy of it, with its descriptors."""
     program = os.stat(f"/proc/{init}/exe")
-    for directory, _, _ in os.walk(os.path.dirname(group)):
-        with suppress(FileNotFoundError):
-            for pid in (Path(directory) / "cgroup.procs").read_text().split():
-                with suppress(FileNotFoundError, ProcessLookupError):
-                    if int(pid) != init and os.path.samestat(os.stat(f"/proc/{pid}/exe"), program) and _has_groups(pid):
-                        return True
+    for pid in pids(os.path.dirname(group)):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if pid != init and os.path.samestat(os.stat(f"/proc/{pid}/exe"), program) and _has_groups(pid):
+                return True
     return False
 
 
-def _has_groups(pid: str) -> bool:
+def _has_groups(pid: int) -> bool:
     """A file operation, which is a copy of the init, too, has let go of these."""
     return any(os.readlink(f"/proc/{pid}/fd/{name}").startswith(ROOT) for name in os.listdir(f"/proc/{pid}/fd"))
