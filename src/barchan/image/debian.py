@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -134,6 +134,15 @@ def bootstrap(root: Path, spec: DebianSpec, progress: Progress) -> None:
         root,
         *host_sources(spec.suite),
     ]
+    run_mmdebstrap(argv, progress)
+
+
+def run_mmdebstrap(argv: Sequence[str | Path], progress: Progress) -> None:
+    """Run it so that it makes the same of the same packages, and tell its steps.
+
+    Raises:
+        BackendError: It failed; the message has the last lines it wrote.
+    """
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME_UNIX_S), "DEBIAN_FRONTEND": "noninteractive"}
 
     def on_line(line: str) -> None:

@@ -9,9 +9,8 @@ from msgspec import Struct
 
 from barchan.errors import BackendError, Conflict, NotFound, RequirementMissing
 from barchan.image import agent
-from barchan.image.debian import HOME, LEFT_OUT, MANUAL, USER, DebianSpec, finish, host_sources, put
+from barchan.image.debian import HOME, LEFT_OUT, MANUAL, USER, DebianSpec, finish, host_sources, put, run_mmdebstrap
 from barchan.image.disks import Boot, add_disk
-from barchan.image.pack import MTIME_UNIX_S
 from barchan.image.store import ImageStore
 from barchan.image.template import GUEST_PATH, LayerKind, Template, TemplateConfig
 from barchan.image.tools import Progress, in_namespaces, require, run
@@ -192,13 +191,7 @@ def _bootstrap(root: Path, spec: DiskSpec, progress: Progress) -> None:
         root,
         *host_sources(spec.suite),
     ]
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME_UNIX_S), "DEBIAN_FRONTEND": "noninteractive"}
-
-    def on_line(line: str) -> None:
-        if line.startswith("I: ") and "-hook" not in line:
-            progress(line.removeprefix("I: "))
-
-    run(in_namespaces(argv), env=environment, on_line=on_line)
+    run_mmdebstrap(argv, progress)
 
 
 def _writing(path: str, text: str) -> str:
