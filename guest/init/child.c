@@ -358,6 +358,8 @@ _Noreturn void child_main(const struct launch *launch)
 	if (settings.is_gvisor && launch->leaf == &leaves[LEAF_GUEST] && gvisor_leave_others(identity.uid) != 0)
 		fail(EXIT_CANNOT, "cannot limit its processes: %s", strerror(errno));
 	become(&identity, start->kind);
+	if ((start->flags & START_RESTRAINED) && restrained_become() != 0)
+		fail(EXIT_CANNOT, "cannot keep it from killing: %s", strerror(errno));
 	if (start->kind == KIND_APPLET)
 		run_applet(start->argc, argv, cwd);
 	if (start->kind == KIND_PYTHON)

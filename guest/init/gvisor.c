@@ -43,6 +43,16 @@ static int make_group(uid_t uid)
 	return chown(GROUPS "/pids", uid, uid);
 }
 
+/* Here every guest process may open what another one has as its descriptors, if it may the file; these are the host's, for whoever tells why
+ * a guest did not start. */
+int gvisor_let_go_of_host(void)
+{
+	for (int fd = 1; fd <= 2; fd++)
+		if (dup2(settings.dev_null, fd) < 0)
+			return -1;
+	return 0;
+}
+
 /* What a program joins the group by; -1 with errno. */
 int gvisor_open_group(void)
 {

@@ -6,6 +6,7 @@
  *   start.c    decode START, make pipes or pty, fork               tree.c, tar_*.c and watch.c
  *                                                       python.c   source for the warm interpreter
  *                                                       capable.c  what a capable root has
+ *                                                       restrained.c  what one that may not kill has not
  *   line.c     greetings on a line that never ends      machine.c  what only an init of a machine does
  *   process.c  table, reaping, cgroups, backstops       stream.c   output: read, push to the host
  *   signals.c  signal scopes                            spool.c    bounded storage of output
@@ -236,11 +237,15 @@ int gvisor_become(uid_t uid, char **argv);
 int gvisor_open_group(void);
 uint64_t gvisor_processes(void);
 int gvisor_leave_others(uid_t uid);
+int gvisor_let_go_of_host(void);
 int gvisor_limit_pids(const char *text);
 
 /* capable.c */
 /* Give what a capable root has to the child that runs for it, which is uid 0 by now. NULL, or what is wrong. */
 const char *capable_become(int kind);
+
+/* restrained.c */
+int restrained_become(void);
 
 /* python.c */
 _Noreturn void python_main(int procs_fd, char **argv, char **env, const char *cwd);

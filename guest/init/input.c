@@ -119,7 +119,8 @@ void input_event(struct input *input, uint32_t events)
 }
 
 /* Take one frame's bytes. Bytes before `accepted` were taken from an earlier frame and are skipped. A frame without bytes is
- * a question: it is answered with `accepted`, so that whoever goes on with a stream knows where.
+ * a question: it is answered with `accepted`, so that whoever goes on with a stream knows where, also when nobody reads
+ * any more.
  * Returns 0 when an answer was or will be given, else the errno to answer with. */
 int input_frame(struct input *input, uint32_t tag, uint64_t offset, bool eof, struct span data, bool reply)
 {
@@ -132,7 +133,7 @@ int input_frame(struct input *input, uint32_t tag, uint64_t offset, bool eof, st
 	skip = min_u64(input->accepted - offset, data.len);
 	if (input->eof && (skip < data.len))
 		return EPIPE;
-	if (input->source.fd < 0 && !(input->eof && skip == data.len))
+	if (input->source.fd < 0 && (data.len > 0 || eof) && !(input->eof && skip == data.len))
 		return EPIPE;
 	chunk.len = data.len - (uint32_t)skip;
 	if (input->count == 0 && chunk.len == 0 && !chunk.eof) {

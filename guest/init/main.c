@@ -364,5 +364,7 @@ int main(int argc, char **argv)
 		conn_open(given.listen);
 	else if (conn_open_line(given.serial) != 0)
 		die("the line");
+	if (settings.is_gvisor && gvisor_let_go_of_host() != 0)
+		die("the host's streams");
 	loop();
 }

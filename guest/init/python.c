@@ -13,11 +13,20 @@
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 
 #include "init.h"
 
-enum { SOURCE_FD = 3, FDS_MAX = 6, NAME_MAX_BYTES = 64, ANSWER_BYTES = 32, NUMBER_BYTES = 16, EXIT_CANNOT = 126 };
+enum {
+	SOURCE_FD = 3,
+	FDS_MAX = 6,
+	NAME_MAX_BYTES = 64,
+	ANSWER_BYTES = 32,
+	NUMBER_BYTES = 16,
+	EXIT_CANNOT = 126,
+	SERVER_END_MS = 2000,	/* which it has for closing all it had */
+};
 
 _Noreturn static void give_up(const char *what)
 {
@@ -87,6 +96,20 @@ static void send_request(int socket_fd, const int *fds, unsigned count)
 	memcpy(CMSG_DATA(&control.header), fds, sizeof(int) * count);
 	if (sendmsg(socket_fd, &message, MSG_NOSIGNAL) < 0)
 		give_up("send");
+}
+
+/* One that was killed closes what it had piece by piece, its line to the node among the last; who is told of this end before that would ask
+ * the same one again. */
+static void wait_gone(int socket_fd)
+{
+	struct ucred peer;
+	socklen_t size = sizeof peer;
+
+	if (getsockopt(socket_fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid <= 1)
+		return;
+	struct pollfd ended = {.fd = (int)syscall(SYS_pidfd_open, peer.pid, 0), .events = POLLIN};
+	if (ended.fd >= 0)
+		poll(&ended, 1, SERVER_END_MS);
 }
 
 _Noreturn static void end_as(const char *answer)
@@ -198,7 +221,9 @@ _Noreturn static void stand_in(int socket_fd, int join_fd, int procs_fd, uid_t u
 			continue;
 		ssize_t n = recv(socket_fd, answer, sizeof answer - 1, 0);
 		if (n <= 0) {
-			errno = n == 0 ? EPIPE : errno;
+			int why = n == 0 ? EPIPE : errno;
+			wait_gone(socket_fd);
+			errno = why;
 			give_up("it has ended");
 		}
 		answer[n] = 0;

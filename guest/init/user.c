@@ -170,17 +170,19 @@ static void find_supplementary(struct identity *identity)
 	free(table.text);
 }
 
-/* The init runs as a user of its own so that no guest user can signal it or change its limits, and so do its applets. */
+/* The init runs as a user of its own so that no guest user can signal it or change its limits, and so do its applets. As an agent it is
+ * root; the same ids are refused, so that what runs there runs elsewhere, too. */
 static bool is_reserved(const struct identity *identity)
 {
-	bool reserved = (settings.uid != 0 && identity->uid == settings.uid) ||
-			(settings.applet_uid != 0 && identity->uid == settings.applet_uid);
+	uid_t own = settings.is_agent ? IDS - 1 : settings.uid, applets = settings.is_agent ? IDS - 3 : settings.applet_uid;
+	gid_t group = settings.is_agent ? IDS - 1 : settings.gid;
+	bool reserved = (own != 0 && identity->uid == own) || (applets != 0 && identity->uid == applets);
 
-	if (settings.gid == 0)
+	if (group == 0)
 		return reserved;
-	reserved |= identity->gid == settings.gid;
+	reserved |= identity->gid == group;
 	for (size_t i = 0; i < identity->group_count; i++)
-		reserved |= identity->groups[i] == settings.gid;
+		reserved |= identity->groups[i] == group;
 	return reserved;
 }
 
@@ -205,10 +207,10 @@ const char *identity_find(const char *user, struct identity *identity)
 	strcpy(identity->name, "");
 	strcpy(identity->home, "/");
 	if (!find_user(name, identity))
-		return "no such user";
+		return "not in the sandbox's /etc/passwd";
 	if (colon != NULL) {
 		if (!find_group((struct field){colon + 1, strlen(colon + 1)}, &identity->gid))
-			return "no such group";
+			return "no such group in the sandbox's /etc/group";
 	} else {
 		find_supplementary(identity);
 	}

@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -20,7 +21,6 @@
 #define LEAF_PATH_MAX 256
 #define CPU_PERIOD "100000"
 #define TCP_SHARE 4
-#define STALE_WAIT_NS (5 * NS_PER_S)
 
 static struct {
 	const char *name;
@@ -45,7 +45,12 @@ int cgroup_base(int hierarchy)
 	return hierarchy == BATCH ? -1 : base(hierarchy);
 }
 
-static const char *top(int hierarchy)
+int cgroup_mount(int hierarchy)
+{
+	return pure_v2 && hierarchy != UNIFIED ? -1 : hierarchies[hierarchy].mount_fd;
+}
+
+const char *cgroup_top(int hierarchy)
 {
 	return hierarchy == BATCH ? "barchan-batch" : "barchan";
 }
@@ -135,35 +140,16 @@ static int find_mounts(void)
 	return 0;
 }
 
-/* What an earlier supervisor of this name left when it was killed: its inits died with it, their cgroups didn't. */
-static int remove_stale(int hierarchy)
-{
-	char path[PATH_MAX];
-	int64_t deadline_ns = monotonic_ns() + STALE_WAIT_NS;
-	int mount_fd = hierarchies[hierarchy].mount_fd;
-
-	snprintf(path, sizeof(path), "%s/%s/cgroup.kill", top(hierarchy), options.cgroup);
-	if (hierarchy == UNIFIED && faccessat(mount_fd, path, F_OK, 0) == 0 && write_at(mount_fd, path, "1") < 0)
-		return -1;
-	snprintf(path, sizeof(path), "%s/%s", top(hierarchy), options.cgroup);
-	while (remove_tree_at(mount_fd, path, true) < 0) {
-		if (errno != EBUSY || monotonic_ns() > deadline_ns)
-			return -1;
-		nanosleep(&(struct timespec){.tv_nsec = 5 * NS_PER_MS}, NULL);
-	}
-	return 0;
-}
-
 static int make_base(int hierarchy)
 {
 	char path[PATH_MAX];
 	int mount_fd = hierarchies[hierarchy].mount_fd;
 
-	if (mkdirat(mount_fd, top(hierarchy), 0755) < 0 && errno != EEXIST)
+	if (mkdirat(mount_fd, cgroup_top(hierarchy), 0755) < 0 && errno != EEXIST)
 		return -1;
-	if (hierarchy == BATCH && write_leaf(mount_fd, top(BATCH), "cpu.idle", "1") < 0)
+	if (hierarchy == BATCH && write_leaf(mount_fd, cgroup_top(BATCH), "cpu.idle", "1") < 0)
 		return -1;
-	snprintf(path, sizeof(path), "%s/%s", top(hierarchy), options.cgroup);
+	snprintf(path, sizeof(path), "%s/%s", cgroup_top(hierarchy), options.cgroup);
 	if (mkdirat(mount_fd, path, 0755) < 0)
 		return -1;
 	hierarchies[hierarchy].base_fd = openat(mount_fd, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -208,19 +194,31 @@ static void favour_moves(void)
 		log_line("moves between cgroups stay slow (favordynmods: %s)", strerror(errno));
 }
 
-int cgroup_open(void)
+static int make_bases(void)
 {
-	if (find_mounts() < 0)
-		return -1;
 	/* The kill goes through version 2 and empties the others. */
 	for (int i = UNIFIED; i >= 0; i--) {
 		if (hierarchies[i].mount_fd < 0 || (pure_v2 && i != UNIFIED))
 			continue;
-		if (remove_stale(i) < 0 || make_base(i) < 0)
+		if (cgroup_remove_stale(i) < 0 || make_base(i) < 0)
 			return -1;
 		if (i != UNIFIED && i != BATCH && (mkdirat(base(i), "init", 0755) < 0 || write_at(base(i), "init/cgroup.procs", "0") < 0))
 			return -1;
 	}
+	return flock(base(UNIFIED), LOCK_EX | LOCK_NB);
+}
+
+int cgroup_open(void)
+{
+	/* One at a time: nobody takes another's for dead that has only just been made. */
+	if (find_mounts() < 0 || flock(hierarchies[UNIFIED].mount_fd, LOCK_EX) < 0)
+		return -1;
+	int result = make_bases();
+	if (result == 0)
+		cgroup_remove_dead();
+	flock(hierarchies[UNIFIED].mount_fd, LOCK_UN);
+	if (result < 0)
+		return -1;
 	favour_moves();
 	return pure_v2 ? enable_controllers() : 0;
 }
@@ -235,13 +233,13 @@ void cgroup_close(void)
 	for (int i = 0; i < HIERARCHIES; i++) {
 		if (base(i) < 0)
 			continue;
-		snprintf(path, sizeof(path), "%s/%s", top(i), options.cgroup);
+		snprintf(path, sizeof(path), "%s/%s", cgroup_top(i), options.cgroup);
 		if (i != UNIFIED && i != BATCH && write_at(hierarchies[i].mount_fd, "cgroup.procs", "0") < 0)
 			log_line("leaving the %s cgroup: %s", hierarchies[i].name, strerror(errno));
 		if (remove_tree_at(hierarchies[i].mount_fd, path, true) < 0)
 			log_line("removing the %s cgroup: %s", hierarchies[i].name, strerror(errno));
 		/* Shared by every node of the host; the last one out removes it. */
-		unlinkat(hierarchies[i].mount_fd, top(i), AT_REMOVEDIR);
+		unlinkat(hierarchies[i].mount_fd, cgroup_top(i), AT_REMOVEDIR);
 	}
 }
 
@@ -271,7 +269,10 @@ static int limit_v1(int hierarchy, const char *name, const struct limits *limits
 		if (options.no_memory_limit)
 			return 0;
 		snprintf(text, sizeof(text), "%llu", (unsigned long long)limits->memory_bytes);
-		if (write_leaf(base(MEMORY), name, "memory.limit_in_bytes", text) < 0)
+		/* Above what memory and swap may be together, it is refused: then that is raised first. */
+		if (write_leaf(base(MEMORY), name, "memory.limit_in_bytes", text) < 0 &&
+		    (errno != EINVAL || write_leaf(base(MEMORY), name, "memory.memsw.limit_in_bytes", text) < 0 ||
+		     write_leaf(base(MEMORY), name, "memory.limit_in_bytes", text) < 0))
 			return -1;
 		/* Absent without swap accounting. */
 		if (write_leaf(base(MEMORY), name, "memory.memsw.limit_in_bytes", text) < 0 && errno != ENOENT)
@@ -376,8 +377,8 @@ int cgroup_make_guest(const struct sandbox *sandbox)
 {
 	if (make_leaf(sandbox, LEAF_GUEST) < 0)
 		return -1;
-	/* Nothing runs there before a slot is claimed. */
-	return sandbox->as_slot.is_slot ? 0 : cgroup_limit_guest(sandbox);
+	/* Nothing runs there before a slot is claimed, and its limits may not be known yet. */
+	return sandbox->as_slot.is_slot && !sandbox->spec.memory_bytes ? 0 : cgroup_limit_guest(sandbox);
 }
 
 /* Also once more, after a restore that needed more. */

@@ -21,9 +21,13 @@
 #include "supervisor.h"
 
 #define IDLE_WAIT_NS (2 * NS_PER_S)
+#define REAP_ALL_NS (10 * NS_PER_MS)
+#define REAP_ALL_NS_MAX (NS_PER_S)
+#define REAP_ALL_REST 100 /* times what it takes */
 #define RETRY_MS 2
 #define RETRY_MS_MAX 100
 #define QUOTA_SWEEP_NS (NS_PER_S / 5)
+#define POOL_LOOK_NS (NS_PER_S / 5)
 #define SHUTDOWN_WAIT_NS (20 * NS_PER_S)
 #define POOL_MIB_MIN 128u
 #define OPEN_FILES_MAX 1048576u
@@ -53,6 +57,8 @@ static void handle_signals(struct watch *watch, uint32_t events);
 static struct watch signals = {handle_signals};
 static int signal_fd = -1, name_lock_fd = -1;
 static bool shutting_down, shutdown_asked;
+static int64_t reap_all_ns; /* when to look for children that no signal has told of; 0: there can be none */
+static int64_t reap_all_wait_ns = REAP_ALL_NS;
 static struct waiter shutdown_waiter;
 static int64_t shutdown_deadline_ns;
 
@@ -106,10 +112,13 @@ static void handle_signals(struct watch *watch, uint32_t events)
 
 	(void)watch, (void)events;
 	while (read(signal_fd, &info, sizeof(info)) == sizeof(info)) {
-		if (info.ssi_signo == SIGCHLD)
-			sandbox_reap();
-		else
+		if (info.ssi_signo == SIGCHLD) {
+			children_reap((pid_t)info.ssi_pid);
+			if (!reap_all_ns)
+				reap_all_ns = monotonic_ns() + reap_all_wait_ns;
+		} else {
 			start_shutdown();
+		}
 	}
 }
 
@@ -124,15 +133,36 @@ static int64_t orphan_deadline_ns(void)
 	return node_absent_since_ns() + wait_ns;
 }
 
+static int64_t cpu_ns(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+	return now.tv_sec * NS_PER_S + now.tv_nsec;
+}
+
 static int64_t earlier(int64_t left, int64_t right)
 {
 	return left < right ? left : right;
 }
 
+/* The more children there are, the longer it takes to look for one that has ended, and the rarer it is done. */
+static void reap_all(void)
+{
+	int64_t began_ns = cpu_ns();
+
+	reap_all_ns = 0;
+	children_reap_all();
+	reap_all_wait_ns = REAP_ALL_REST * (cpu_ns() - began_ns);
+	if (reap_all_wait_ns < REAP_ALL_NS)
+		reap_all_wait_ns = REAP_ALL_NS;
+	reap_all_wait_ns = earlier(reap_all_wait_ns, REAP_ALL_NS_MAX);
+}
+
 /* Do what time asks for; the milliseconds until it asks again, -1 for never. */
 static int run_timers(void)
 {
-	static int64_t quota_sweep_ns;
+	static int64_t quota_sweep_ns, pool_look_ns;
 	static int retry_ms = RETRY_MS;
 	int64_t now_ns = monotonic_ns(), next_ns = INT64_MAX;
 
@@ -141,6 +171,20 @@ static int run_timers(void)
 			start_shutdown();
 		else
 			next_ns = orphan_deadline_ns();
+	}
+	if (reap_all_ns && reap_all_ns <= now_ns)
+		reap_all();
+	if (reap_all_ns)
+		next_ns = earlier(next_ns, reap_all_ns);
+	/* What guests can't write, or do in vain, not all of them see: none may go on. */
+	if (!shutting_down) {
+		const char *fault = pool_look_ns <= now_ns ? pool_fault() : NULL;
+		if (fault) {
+			log_line("the pool is given up, and all sandboxes with it: %s", fault);
+			start_shutdown();
+		}
+		pool_look_ns = pool_look_ns <= now_ns ? now_ns + POOL_LOOK_NS : pool_look_ns;
+		next_ns = earlier(next_ns, pool_look_ns);
 	}
 	if (sandbox_remove_ended()) {
 		next_ns = earlier(next_ns, now_ns + retry_ms * NS_PER_MS);

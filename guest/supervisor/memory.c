@@ -98,8 +98,10 @@ int memory_dump(struct sandbox *sandbox, int job_fd, uint64_t seconds, const str
 		job_forget(job);
 		return errno = error, -1;
 	}
-	if (job)
+	if (job) {
+		child_helps(job->pid);
 		job->waiter = *waiter;
+	}
 	return job ? 0 : (errno = error, -1);
 }
 
@@ -129,6 +131,7 @@ int memory_restore(struct sandbox *sandbox, int userns_fd, int cgroup_fd, const 
 		job_forget(job);
 		return errno = error, -1;
 	}
+	child_helps(job->pid);
 	sandbox->status_fd = pair[0];
 	return 0;
 }

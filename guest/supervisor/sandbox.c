@@ -18,7 +18,7 @@
 static void handle_status(struct watch *watch, uint32_t events);
 
 unsigned sandbox_count, sandbox_starting;
-static struct sandbox *by_slot[SLOTS_MAX], *by_id[BUCKETS], *by_pid[BUCKETS];
+static struct sandbox *by_slot[SLOTS_MAX], *by_id[BUCKETS];
 static unsigned slots_end; /* no sandbox at or above */
 static struct sandbox *removing; /* with no process left */
 
@@ -92,26 +92,6 @@ static void table_remove(struct sandbox *sandbox)
 	sandbox_count--;
 }
 
-static void pid_add(struct sandbox *sandbox)
-{
-	struct sandbox **bucket = &by_pid[(unsigned)sandbox->pid % BUCKETS];
-
-	sandbox->next_by_pid = *bucket;
-	*bucket = sandbox;
-}
-
-static struct sandbox *pid_take(pid_t pid)
-{
-	struct sandbox **link = &by_pid[(unsigned)pid % BUCKETS];
-
-	while (*link && (*link)->pid != pid)
-		link = &(*link)->next_by_pid;
-	struct sandbox *sandbox = *link;
-	if (sandbox)
-		*link = sandbox->next_by_pid;
-	return sandbox;
-}
-
 /* --- the end ------------------------------------------------------------------------------------------------------ */
 
 static void answer_destroys(struct sandbox *sandbox)
@@ -158,6 +138,7 @@ static void forget(struct sandbox *sandbox)
 /* From here on the main loop tries until it is gone: handlers never free what their caller may still hold. */
 static void removable(struct sandbox *sandbox)
 {
+	child_gone(sandbox);
 	watch_close(&sandbox->status_fd), close_fd(&sandbox->listener_fd);
 	slot_close(sandbox);
 	sandbox->next_removing = removing;
@@ -198,6 +179,8 @@ static void start_removal(struct sandbox *sandbox)
 	/* The end of PID 1 is the end of every process of its namespace, frozen ones included. */
 	if (sandbox->pid && kill(sandbox->pid, SIGKILL) < 0)
 		log_line("%s: kill: %s", sandbox->id, strerror(errno));
+	if (sandbox->pid)
+		child_killed(sandbox);
 	/* CRIU, or what is left of what it has made so far; the removal waits until they are gone. */
 	if (sandbox->state == SANDBOX_STARTING && cgroup_kill(sandbox->id) < 0)
 		log_line("%s: kill: %s", sandbox->id, strerror(errno));
@@ -264,7 +247,7 @@ void sandbox_started(struct sandbox *sandbox)
 static void lost_inside(struct sandbox *sandbox)
 {
 	if (sandbox->pid)
-		pid_take(sandbox->pid);
+		child_take(sandbox->pid);
 	sandbox->pid = 0;
 	sandbox_fail(sandbox, STAGE_CLONE, ECHILD);
 }
@@ -290,11 +273,15 @@ static void read_status(struct sandbox *sandbox)
 			continue;
 		}
 		close_fd(&passed_fd);
+		if (report.stage == REPORT_HELPER) {
+			child_helps(report.error);
+			continue;
+		}
 		if (report.stage == RESTORE_DONE && sandbox->spec.zygote[0] && !zygote_child_exists(report.error))
 			break;
 		if (report.stage == RESTORE_DONE && sandbox->state == SANDBOX_STARTING && !sandbox->pid) {
 			sandbox->pid = report.error;
-			pid_add(sandbox);
+			child_add(sandbox);
 			continue;
 		}
 		if (report.stage == STAGE_READY && sandbox->state == SANDBOX_FILLING) {
@@ -341,7 +328,7 @@ static void begin(struct sandbox *sandbox, const struct restore *restore)
 		return;
 	}
 	if (sandbox->pid)
-		pid_add(sandbox);
+		child_add(sandbox);
 	if (watch_add(&sandbox->status, sandbox->status_fd, EPOLLIN) < 0)
 		sandbox_fail(sandbox, STAGE_CLONE, errno);
 }
@@ -449,7 +436,8 @@ void sandbox_restored(struct sandbox *sandbox, int error)
 
 /* --- ends that come by themselves --------------------------------------------------------------------------------- */
 
-static void ended(struct sandbox *sandbox, int wstatus)
+/* Its process was reaped. */
+void sandbox_ended(struct sandbox *sandbox, int wstatus)
 {
 	/* The number may name another process from now on. */
 	sandbox->pid = 0;
@@ -472,19 +460,6 @@ static void ended(struct sandbox *sandbox, int wstatus)
 		break;
 	case SANDBOX_ENDED:
 	case SANDBOX_REMOVING: break;
-	}
-}
-
-void sandbox_reap(void)
-{
-	int wstatus;
-	pid_t pid;
-
-	/* Orphans of other kinds come here too, to a subreaper; they need no more than this. */
-	while ((pid = waitpid(-1, &wstatus, WNOHANG)) > 0) {
-		struct sandbox *sandbox = memory_reaped(pid, wstatus) ? NULL : pid_take(pid);
-		if (sandbox)
-			ended(sandbox, wstatus);
 	}
 }
 

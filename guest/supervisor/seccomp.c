@@ -5,7 +5,6 @@
  * since its flags lie in memory; another architecture's calls kill. What a program could ask to be forbidden to itself, and would not be
  * any more when it comes back from disk (mseal, PR_SET_MDWE), is not there either: it is to know that. */
 #define _GNU_SOURCE
-#include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/netlink.h>
 #include <linux/seccomp.h>
@@ -16,19 +15,11 @@
 #include <sys/socket.h>
 #include <sys/syscall.h>
 
+#include "../common/native.h"
 #include "supervisor.h"
-
-#if defined(__x86_64__)
-#define NATIVE_ARCH AUDIT_ARCH_X86_64
-#elif defined(__aarch64__)
-#define NATIVE_ARCH AUDIT_ARCH_AARCH64
-#else
-#error "no system call list for this architecture"
-#endif
 
 #define NUMBERS_END 512
 #define NEWEST_KNOWN 469 /* file_setattr, Linux 6.17 */
-#define X32_BIT 0x40000000u
 #define NEW_NAMESPACES                                                                                                     \
 	(CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET)
 #define NEW_TIME_NAMESPACE 0x80u

@@ -19,6 +19,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 
 #include "supervisor.h"
 
@@ -31,6 +32,7 @@ static unsigned wanted, ready, filling;
 static char prefix[SLOT_PREFIX_MAX + 1];
 static int64_t next_fill_ns;
 static bool dropping;
+static struct spec expected = {.hostname = "slot", .shm_bytes = SLOT_SHM_BYTES}; /* with the limits of the latest create */
 static struct {
 	uint64_t filled, claimed, cold, died, fill_us_sum;
 } totals;
@@ -86,17 +88,34 @@ bool slot_can_be_late(const struct sandbox *sandbox)
 	return sandbox->as_slot.is_slot && sandbox->state == SANDBOX_REMOVING && !sandbox->create_pending;
 }
 
+/* Most creates are like the one before, and setting limits takes longer the more groups there are. */
+static void copy_limits(struct spec *to, const struct spec *from)
+{
+	to->memory_bytes = from->memory_bytes;
+	to->pids = from->pids;
+	to->cpu_us = from->cpu_us;
+	to->upper_bytes = from->upper_bytes;
+}
+
+static bool has_group_limits(const struct spec *slot, const struct spec *asked)
+{
+	return slot->memory_bytes == asked->memory_bytes && slot->pids == asked->pids && slot->cpu_us == asked->cpu_us;
+}
+
 /* Answers the request now or later. */
 void slots_create(const char *id, const struct spec *spec, const struct waiter *waiter)
 {
 	struct sandbox *slot = sandbox_by_id(id);
+	bool is_cold = spec->capable_root || spec->batch || *spec->zygote || spec->is_zygote;
 
-	if (slot && (spec->capable_root || spec->batch || *spec->zygote || spec->is_zygote)) {
+	if (slot && is_cold) {
 		reply_error(waiter, stage_name(STAGE_SLOT), EINVAL, "a slot has no capable root and no warm interpreter, and is not batch");
 		return;
 	}
 	totals.claimed += slot != NULL;
 	totals.cold += slot == NULL;
+	if (!is_cold)
+		copy_limits(&expected, spec);
 	if (slot)
 		sandbox_claim(slot, spec, waiter->tag);
 	else
@@ -107,7 +126,6 @@ void slots_create(const char *id, const struct spec *spec, const struct waiter *
  * create is under way: those are waited for. */
 int64_t slots_fill(int64_t now_ns)
 {
-	const struct spec spec = {.hostname = "slot", .shm_bytes = SLOT_SHM_BYTES};
 	char id[ID_MAX + 1];
 	uint64_t number;
 
@@ -122,7 +140,7 @@ int64_t slots_fill(int64_t now_ns)
 	if (sandbox_by_id(id))
 		return next_fill_ns;
 	filling++;
-	if (sandbox_fill(id, &spec) < 0) {
+	if (sandbox_fill(id, &expected) < 0) {
 		filling--;
 		next_fill_ns = now_ns + FAILED_WAIT_NS;
 		log_line("filling a slot: %s", strerror(errno));
@@ -248,6 +266,7 @@ static int make_names(const struct spec *spec, const struct kept *kept)
 static _Noreturn void keep(struct sandbox *sandbox, struct kept *kept)
 {
 	static struct layer layers[LAYERS_MAX];
+	static struct spec made;
 
 	kept->upper = pool_open_upper(sandbox);
 	kept->pool = pool_descriptor();
@@ -260,13 +279,21 @@ static _Noreturn void keep(struct sandbox *sandbox, struct kept *kept)
 	kept->own_ns = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC);
 	if (kept->own_ns < 0 || close_others(kept) < 0)
 		_exit(1);
+	copy_limits(&made, &sandbox->spec);
 	if (wait_for_claim(kept->report, &sandbox->spec, layers) < 0)
 		_exit(errno ? 1 : 0);
 	report_to(kept->report);
 	enter_stage(STAGE_CGROUP);
-	must(cgroup_limit_guest(sandbox));
+	if (!has_group_limits(&made, &sandbox->spec))
+		must(cgroup_limit_guest(sandbox));
 	enter_stage(STAGE_POOL);
-	must(*sandbox->spec.cut ? pool_replace(sandbox, &kept->upper) : pool_fit(sandbox, kept->upper));
+	if (*sandbox->spec.cut) {
+		must(pool_replace(sandbox, &kept->upper));
+	} else {
+		if (made.upper_bytes != sandbox->spec.upper_bytes)
+			must(pool_limit(sandbox, kept->upper));
+		must(pool_fit(sandbox, kept->upper));
+	}
 	int proxy_fd = make_names(&sandbox->spec, kept);
 	must(root_replace(sandbox, kept->userns, kept->upper, kept->mount_ns));
 	_exit(send_report(STAGE_READY, 0, proxy_fd) < 0);
@@ -316,8 +343,13 @@ static void handle_keeper(struct watch *watch, uint32_t events)
 
 static void handle_keeper_end(struct watch *watch, uint32_t events)
 {
+	struct slot *slot = &container_of(watch, struct sandbox, as_slot.keeper_end)->as_slot;
+	siginfo_t info;
+
 	(void)events;
-	watch_close(&container_of(watch, struct sandbox, as_slot.keeper_end)->as_slot.keeper_pidfd);
+	if (waitid(P_PIDFD, (id_t)slot->keeper_pidfd, &info, WEXITED | WNOHANG) < 0 && errno != ECHILD)
+		log_line("reaping a keeper: %s", strerror(errno));
+	watch_close(&slot->keeper_pidfd);
 }
 
 /* Its init runs. */

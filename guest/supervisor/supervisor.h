@@ -79,6 +79,9 @@ enum stage {
 	STAGE_READY,
 };
 
+/* What a launch child tells beside its stage: a process that it has started, and that the supervisor is to reap. */
+enum { REPORT_HELPER = 2000 };
+
 enum network { NETWORK_NONE, NETWORK_PROXY, NETWORK_OPEN };
 
 struct layer {
@@ -157,7 +160,7 @@ struct sandbox {
 	int wstatus;
 	struct counters counters;
 	unsigned remove_tries;
-	struct sandbox *next_by_id, *next_by_pid, *next_removing;
+	struct sandbox *next_by_id, *next_by_pid, *next_removing, *next_killed;
 };
 
 /* main.c */
@@ -221,11 +224,20 @@ void sandbox_claim(struct sandbox *slot, const struct spec *spec, uint64_t tag);
 void sandbox_started(struct sandbox *sandbox);
 void sandbox_fail(struct sandbox *sandbox, enum stage stage, int error);
 void sandbox_destroy(struct sandbox *sandbox, const struct waiter *waiter);
-void sandbox_reap(void);
+void sandbox_ended(struct sandbox *sandbox, int wstatus);
 void sandbox_destroy_all(void);
 bool sandbox_remove_ended(void);
 void sandbox_announce_ended(void);
 const char *stage_name(enum stage stage);
+
+/* children.c */
+void child_add(struct sandbox *sandbox);
+struct sandbox *child_take(pid_t pid);
+void child_killed(struct sandbox *sandbox);
+void child_gone(const struct sandbox *sandbox);
+void child_helps(pid_t pid);
+void children_reap(pid_t told);
+void children_reap_all(void);
 
 /* slots.c */
 #define SLOT_PREFIX_MAX 40u
@@ -254,18 +266,27 @@ int init_connect(const struct sandbox *sandbox);
 /* pool.c */
 int pool_open(void);
 void pool_close(void);
-uint64_t pool_bytes(void);
 extern bool pool_has_simple_quota;
 int pool_make(const struct sandbox *sandbox, int *upper_fd);
+int pool_limit(const struct sandbox *sandbox, int upper_fd);
 int pool_fit(const struct sandbox *sandbox, int upper_fd);
 int pool_open_upper(const struct sandbox *sandbox);
 int pool_replace(struct sandbox *sandbox, int *upper_fd);
 int pool_descriptor(void);
 int pool_make_spool(const struct sandbox *sandbox);
 int pool_remove(const struct sandbox *sandbox);
+bool pool_is_lost(void);
 int pool_open_dir(const char *name);
 int pool_remove_cuts(void);
 bool pool_drop_stale_quotas(void);
+
+/* pool_room.c */
+uint64_t pool_bytes(void);
+int pool_take_room(int fd);
+void pool_device(int fd);
+int pool_open_counts(void);
+void pool_let_room_go(void);
+const char *pool_fault(void);
 
 /* userns.c */
 int userns_take_slot(void);
@@ -279,6 +300,8 @@ void userns_release_slot(unsigned slot);
 /* cgroup.c */
 enum { MEMORY, PIDS, CPU, BATCH, UNIFIED, HIERARCHIES };
 int cgroup_base(int hierarchy); /* the node's group in it, or -1 */
+int cgroup_mount(int hierarchy); /* its root, or -1: not there, or not ours */
+const char *cgroup_top(int hierarchy); /* what all nodes' groups are in */
 int cgroup_limit_guest(const struct sandbox *sandbox);
 int cgroup_make_group(const char *name, uint64_t memory_bytes, uint64_t pids);
 enum leaf { LEAF_GUEST, LEAF_PLATFORM };
@@ -299,6 +322,10 @@ int cgroup_open_leaf(const struct sandbox *sandbox, enum leaf leaf, struct leaf_
 void cgroup_read_counters(struct sandbox *sandbox);
 int cgroup_remove_platform(const struct sandbox *sandbox);
 int cgroup_remove(const struct sandbox *sandbox);
+
+/* cgroup_stale.c */
+int cgroup_remove_stale(int hierarchy);
+void cgroup_remove_dead(void);
 
 /* cgroup_memory.c */
 int cgroup_enter(const char *name);

@@ -185,14 +185,18 @@ static _Noreturn void split(const struct sandbox *sandbox, const struct places *
 	report_to(places->report_fd);
 	enter_stage(STAGE_CLONE);
 	must(unshare(CLONE_NEWNS));
-	if (must(fork()) == 0)
+	pid_t helper = must(fork());
+	if (helper == 0)
 		put_together(sandbox, places);
+	must(send_report((enum stage)REPORT_HELPER, helper, -1));
 	/* Nobody in the zygote's pid namespace may look into what is a copy of the supervisor. */
 	must(prctl(PR_SET_DUMPABLE, 0));
 	must(setns(places->pidns_fd, CLONE_NEWPID));
 	must(leave_host(places->userns_fd));
-	if (must((int)syscall(SYS_clone3, &arguments, sizeof(arguments))) == 0)
+	pid_t maker = must((int)syscall(SYS_clone3, &arguments, sizeof(arguments)));
+	if (maker == 0)
 		make_inner_init(sandbox, places);
+	must(send_report((enum stage)REPORT_HELPER, maker, -1));
 	_exit(0);
 }
 
@@ -226,6 +230,7 @@ int launch_inside(struct sandbox *sandbox, int userns_fd, int cgroup_fd)
 		close_fd(&pair[0]);
 		return errno = error, -1;
 	}
+	child_helps(pid);
 	sandbox->status_fd = pair[0];
 	return 0;
 }

@@ -17,14 +17,17 @@ from barchan.errors import (
     Conflict,
     Denied,
     NotFound,
+    Preempted,
     SandboxExpired,
     from_wire,
 )
 from barchan.model.calls import CallsInfo
+from barchan.model.denials import Denials
 from barchan.model.fork import Forked, ForkRequest
 from barchan.model.gc import GcReport, GcRequest
 from barchan.model.image import NameRequest, Rebased, RebaseRequest
-from barchan.model.node import ImageInfo, Killed, LayerInfo, LeaseInfo, LeaseRequest, NodeInfo, SnapshotRequest
+from barchan.model.lease import LeaseBeat, PreemptRequest
+from barchan.model.node import ImageInfo, Killed, LayerInfo, LeaseInfo, LeaseRequest, NodeInfo, SnapshotRequest, Stopped
 from barchan.model.pool import PoolInfo, PoolRequest
 from barchan.model.sandbox import (
     ExecRequest,
@@ -134,10 +137,16 @@ _PROC = _SB + "/processes/{process_id}"
 # fmt: off
 ROUTES: tuple[Route, ...] = (
     Route("node_info", "GET", "/v1/node", NodeInfo, summary="What this node is and how loaded."),
-    Route("node_shutdown", "POST", "/v1/node/shutdown", Empty, summary="End every sandbox and the node."),
+    Route("node_shutdown", "POST", "/v1/node/shutdown", Stopped, query={"keep": bool},
+          summary="End every sandbox and the node; `keep`: those on disk stay there for the next node, as snapshots do in any case."),
     Route("lease_hold", "POST", "/v1/leases", LeaseInfo, "stream", LeaseRequest, "value",
-          summary="Hold a lease for as long as this response is read: its first record, then one every 5 s."),
-    Route("lease_list", "GET", "/v1/leases", list[LeaseInfo], summary="The leases: their terms, and what is used of them."),
+          summary="Hold a lease for as long as this response is read: its first record, then one every 5 s. With `holder`, beats are awaited, too."),
+    Route("lease_list", "GET", "/v1/leases", list[LeaseInfo], query={"ended": bool},
+          summary="The leases: their terms, what is used of them, who holds them. `ended`: those that ended within a day, too, first."),
+    Route("lease_beat", "POST", "/v1/leases/{lease_id}/beat", LeaseInfo, body=LeaseBeat, body_kind="value",
+          summary="Say that a holder is alive, and what it has used; 30 s without one, and it does not count as a holder."),
+    Route("lease_preempt", "POST", "/v1/leases/{lease_id}/preempt", TierChange, "stream", PreemptRequest, "value",
+          summary="Put a lease's sandboxes aside: a record of each as it stands still, and one as it is on disk or can't be. It goes on if the response is closed."),
     Route("lease_end", "DELETE", "/v1/leases/{lease_id}", Killed, summary="End a lease and its sandboxes now."),
     Route("image_list", "GET", "/v1/images", list[ImageInfo], summary="Templates this node can start."),
     Route("image", "GET", "/v1/images/{name}", ImageInfo,
@@ -162,6 +171,7 @@ ROUTES: tuple[Route, ...] = (
     Route("info", "GET", _SB, SandboxInfo, summary="One sandbox, also for a while after its end."),
     Route("kill", "DELETE", _SB, Killed, summary="End a sandbox; returns when nothing of it is left."),
     Route("stats", "GET", _SB + "/stats", SandboxStats, summary="Kernel counters of a sandbox."),
+    Route("denials", "GET", _SB + "/denials", Denials, summary="What it was refused; wakes nothing."),
     Route("snapshot", "POST", _SB + "/snapshot", SnapshotInfo, body=SnapshotRequest, body_kind="value",
           summary="Keep the sandbox's files as they are, as an image, and for kind `memory` its processes; an image of that name gives way."),
     Route("snapshot_list", "GET", "/v1/snapshots", list[SnapshotInfo], query={"metadata": list},
@@ -202,15 +212,15 @@ ROUTES: tuple[Route, ...] = (
     Route("resize", "POST", _PROC + "/resize", Empty, body=ResizeRequest, body_kind="value", summary="Resize its pty."),
     Route("file_read", "GET", _SB + "/files", bytes, "bytes", query={"path": str, "offset": int, "length": int, "user": str}, required=("path",),
           summary="A regular file's bytes."),
-    Route("file_write", "PUT", _SB + "/files", Empty, body_kind="bytes", query={"path": str, "mode": int, "parents": bool, "user": str}, required=("path",),
-          summary="Replace a file in one step."),
+    Route("file_write", "PUT", _SB + "/files", Empty, body_kind="bytes", query={"path": str, "mode": int, "parents": bool, "user": str, "lease": str, "epoch": int}, required=("path",),
+          summary="Replace a file in one step. `lease`, here and where else files are changed: refused once the sandbox belongs to another; `epoch`: once one of a higher was made."),
     Route("file_stat", "GET", _SB + "/files/stat", FileInfo, query={"path": str, "user": str}, required=("path",), summary="One entry."),
     Route("file_list", "GET", _SB + "/files/list", list[FileInfo], query={"path": str, "user": str}, required=("path",), summary="A directory."),
-    Route("file_mkdir", "POST", _SB + "/files/mkdir", Empty, body=MkdirRequest, body_kind="value", summary="Make a directory."),
-    Route("file_move", "POST", _SB + "/files/move", Empty, body=MoveRequest, body_kind="value", summary="Rename."),
-    Route("file_remove", "POST", _SB + "/files/remove", Empty, body=RemoveRequest, body_kind="value", summary="Remove."),
+    Route("file_mkdir", "POST", _SB + "/files/mkdir", Empty, body=MkdirRequest, body_kind="value", query={"lease": str, "epoch": int}, summary="Make a directory."),
+    Route("file_move", "POST", _SB + "/files/move", Empty, body=MoveRequest, body_kind="value", query={"lease": str, "epoch": int}, summary="Rename."),
+    Route("file_remove", "POST", _SB + "/files/remove", Empty, body=RemoveRequest, body_kind="value", query={"lease": str, "epoch": int}, summary="Remove."),
     Route("tar_read", "GET", _SB + "/files/tar", bytes, "bytes", query={"path": str, "user": str}, required=("path",), summary="A tree or file as a tar stream."),
-    Route("tar_write", "PUT", _SB + "/files/tar", Empty, body_kind="bytes", query={"path": str, "user": str}, required=("path",), summary="Unpack a tar stream below a directory."),
+    Route("tar_write", "PUT", _SB + "/files/tar", Empty, body_kind="bytes", query={"path": str, "user": str, "lease": str, "epoch": int}, required=("path",), summary="Unpack a tar stream below a directory."),
     Route("file_watch", "GET", _SB + "/files/watch", FileChange, "stream", query={"path": str, "recursive": bool, "user": str}, required=("path",),
           summary="Changes below a directory, until the response is closed."),
     Route("screen_png", "GET", _SB + "/screen", bytes, "bytes", summary="The screen as it is now, as a PNG; only of backends with a screen, as are the next four."),
@@ -229,6 +239,7 @@ def http_status(error: BarchanError) -> int:
     table: tuple[tuple[type[BarchanError], int], ...] = (
         (NotFound, 404),
         (Conflict, 409),
+        (Preempted, 409),
         (Denied, 403),
         (SandboxExpired, 410),
         (CapacityError, 503),

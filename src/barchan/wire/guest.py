@@ -64,6 +64,7 @@ class StartFlag(IntFlag):
     PLATFORM = 8
     FOLLOW = 16
     MERGE = 32
+    RESTRAINED = 64
 
 
 class Scope(IntEnum):

@@ -119,7 +119,7 @@ def test_descriptors_without_hello_are_dropped(guest: Guest) -> None:
         frame(START, start_body("x", [])),
         frame(START, start_body("x", [b"a\0b"])),
         frame(START, start_body("x", ["true"], kind=4)),
-        frame(START, start_body("x", ["true"], flags=64)),
+        frame(START, start_body("x", ["true"], flags=128)),
         frame(START, start_body("x", ["true"], env={"A": "\0"})),
         frame(START, start_body("x", ["true"], user="a\0")),
         frame(START, start_body("x", ["true"], limits=[(16, 1, 1)])),

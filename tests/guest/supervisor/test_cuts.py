@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,21 +43,29 @@ def guest_group(supervisor: Supervisor, sandbox: Sandbox) -> Path:
     return group
 
 
-def pack(supervisor: Supervisor, client: Client, sandbox: Sandbox, target: Path) -> None:
-    """As the node does it."""
+def by_cutter(client: Client, work: Callable[[Cutter], Coroutine[None, None, None]]) -> list[str]:
+    """As the node does it; what is in the directory of cuts then."""
 
-    async def run() -> None:
+    async def run() -> list[str]:
         with pool_of(client) as fds:
             cutter = Cutter(os.dup(fds[0]), os.dup(fds[1]), PACK)
             try:
-                version = "v1" if (CGROUPS / "unified").exists() else "v2"
-                counters = Counters(supervisor.name, sandbox.id, version)
-                await cutter.pack(sandbox.id, counters, asyncio.Lock(), target, BYTES_MAX)
+                await work(cutter)
             finally:
                 await cutter.close()
-            assert cuts_in(fds[1]) == []
+            return cuts_in(fds[1])
 
-    asyncio.run(run())
+    return asyncio.run(run())
+
+
+def counters_of(supervisor: Supervisor, sandbox: Sandbox) -> Counters:
+    return Counters(supervisor.name, sandbox.id, "v1" if (CGROUPS / "unified").exists() else "v2")
+
+
+def pack(supervisor: Supervisor, client: Client, sandbox: Sandbox, target: Path) -> None:
+    counters = counters_of(supervisor, sandbox)
+    left = by_cutter(client, lambda cutter: cutter.pack(sandbox.id, counters, asyncio.Lock(), target, BYTES_MAX))
+    assert left == []
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +96,13 @@ def test_the_root_directory_is_as_in_the_topmost_layer(client: Client, tmp_path:
 
 def test_cuts_of_a_dead_node_are_removed_when_the_next_one_says_hello(supervisor: Supervisor, client: Client) -> None:
     """Whatever lies there then belongs to nobody."""
-    client.create("one")
+    one = client.create("one")
+    cut(client, one, "gone-left")
+    counters = counters_of(supervisor, one)
+    left = by_cutter(client, lambda cutter: cutter.cut("one", counters, asyncio.Lock(), "one-left", copies=2))
+    assert sorted(left) == ["gone-left", "one-left", "one-left.copies"]
+    client.create("two", cut="one-left")
     with pool_of(client) as fds:
-        source = os.open("one", os.O_RDONLY, dir_fd=fds[0])
-        for name in ("one-left", "gone-left"):
-            make_snapshot(source, fds[1], name)
-        os.close(source)
-        assert sorted(cuts_in(fds[1])) == ["gone-left", "one-left"]
         supervisor.connect()
         assert cuts_in(fds[1]) == []
 
@@ -169,11 +177,14 @@ def test_a_writable_layer_starts_as_a_cut_to_any_depth(client: Client) -> None:
         parent = child
 
 
-def test_children_of_one_cut_are_apart_and_have_quotas_of_their_own(client: Client) -> None:
-    """What the parent wrote before counts against no child; what a child writes does, and no other one sees it."""
+def test_children_of_one_cut_are_apart_and_have_quotas_of_their_own(supervisor: Supervisor, client: Client) -> None:
+    """What the parent wrote before counts against no child; what a child writes does, and no other one sees it: whether
+    it has one of the copies that were made ahead, or comes when they are gone.
+    """
     parent = client.create("parent", upper_bytes=64 << 20)
     parent.text("dd if=/dev/zero of=/big bs=1M count=32 2>/dev/null; echo then > /said")
-    cut(client, parent, "cut")
+    counters = counters_of(supervisor, parent)
+    by_cutter(client, lambda cutter: cutter.cut(parent.id, counters, asyncio.Lock(), "cut", copies=2))
     parent.text("echo now > /said")
     children = [client.create(f"child-{number}", cut="cut", upper_bytes=16 << 20) for number in range(3)]
     for number, child in enumerate(children):
@@ -182,6 +193,7 @@ def test_children_of_one_cut_are_apart_and_have_quotas_of_their_own(client: Clie
         assert child.sh("dd if=/dev/zero of=/more bs=1M count=16; sync").code != 0
     assert [child.text("cat /said") for child in children] == ["0", "1", "2"]
     assert parent.text("cat /said") == "now"
+    assert by_cutter(client, lambda cutter: cutter.remove("cut")) == []
 
 
 @pytest.mark.parametrize("name", ["none", "../upper/parent", ""])

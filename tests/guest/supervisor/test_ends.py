@@ -152,11 +152,28 @@ def test_killed_it_takes_the_inits_along(supervisor: Supervisor, make_supervisor
     deadline = time.monotonic() + 10
     while supervisor.loop_devices():
         assert time.monotonic() < deadline
-    leaves = supervisor.cgroup_leaves()
-    assert {f"box{number}" for number in range(5)} <= leaves
     assert supervisor.start() == "ready"
     assert supervisor.cgroup_leaves() == set()
     assert supervisor.connect().create("one").text("echo again") == "again"
+
+
+def test_what_a_killed_one_left_goes_with_the_next_of_any_name(
+    supervisor: Supervisor, make_supervisor: Callable[[], Supervisor]
+) -> None:
+    """Nobody may ever start one of its name again. Those of one that lives stay."""
+    pidfds = busy(supervisor.connect())
+    living, other = make_supervisor(), make_supervisor()
+    assert living.start() == "ready"
+    sandbox = living.connect().create("one")
+    supervisor.kill(signal.SIGKILL)
+    assert all(gone(pidfd) for pidfd in pidfds)
+    close(pidfds)
+    supervisor.wait_gone()
+    assert other.start() == "ready"
+    other.connect()
+    assert supervisor.cgroups() == []
+    assert sandbox.text("echo on") == "on"
+    supervisor.path.unlink()
 
 
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -84,9 +84,16 @@ def test_a_warm_sandbox_is_like_a_cold_one(client: Client) -> None:
     assert warm.uid_base != cold.uid_base
 
 
-def test_limits_are_those_of_the_claim(supervisor: Supervisor, client: Client) -> None:
-    """Memory, processes, processor time, disk, shared memory and name: what was asked for, not what a slot has."""
+@pytest.mark.parametrize("factor", [0, 1, 2, 0.5])
+def test_limits_are_those_of_the_claim(supervisor: Supervisor, client: Client, factor: float) -> None:
+    """Memory, processes, processor time, disk, shared memory and name: what was asked for, not what a slot has, be that
+    nothing or what the claim before (if any) was given.
+    """
     (slot,) = ready(client, 1)
+    if factor:
+        numbers = ("upper_bytes", "memory_bytes", "pids", "cpu_us")
+        claim(client, slot, **LIMITS | {name: int(int(LIMITS[name]) * factor) for name in numbers})
+        slot = client.event()["id"]
     sandbox = claim(client, slot, **LIMITS)
     assert sandbox.text("hostname") == "named"
     assert sandbox.text("stat -f -c '%b %S' /dev/shm") == f"{(2 << 20) // 4096} 4096"
