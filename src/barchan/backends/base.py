@@ -33,6 +33,8 @@ class Capabilities(Struct, frozen=True, kw_only=True):
         fork: A sandbox can start from another one's files (`cut`, `pack`).
         memory_snapshot: Processes can be stored and started from there (`dump`, `restore`), so that there are forks
             with memory and hibernation.
+        memory_by_host: `memory_snapshot` depends on the host, and is known when the backend has started.
+        shares_memory: Any number can go on from one memory directory at the same time, which none of them changes.
         zygote: Sandboxes can have a warm interpreter (`warm`).
         warm: It makes sandboxes ahead of their creates (`slots`).
         any_image: These can become a sandbox of any image, and do not belong to a template.
@@ -43,12 +45,17 @@ class Capabilities(Struct, frozen=True, kw_only=True):
         memory_mib_min: Of a guest; no less can be asked for.
         networks: Of those that a spec can ask for.
         roots: Likewise.
+        bounds_root: A guest's root can't reach its init, and has no power of a root's but what `root` says.
+        start_s_max: What a create takes at most, with what only the first of its kind takes; then it fails by itself.
+        storing_mib: Of the host's memory, what `dump` may take beside the guest's own limit.
     """
 
     isolation: Isolation = "container"
     own_kernel: bool = False
     fork: bool = False
     memory_snapshot: bool = False
+    memory_by_host: bool = False
+    shares_memory: bool = False
     zygote: bool = False
     warm: bool = False
     any_image: bool = False
@@ -59,6 +66,9 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     memory_mib_min: int = 16
     networks: frozenset[Network] = frozenset({"none"})
     roots: frozenset[Root] = frozenset({"plain"})
+    bounds_root: bool = True
+    start_s_max: float = 120.0
+    storing_mib: int = 0
 
     def check(self, spec: SandboxSpec) -> None:
         """Raise `InvalidSpec` for a sandbox that such a backend can't make."""
@@ -101,11 +111,14 @@ class Activity(Struct, frozen=True, kw_only=True):
         waits_for_client: Every one of them waits for its input, or for another of them to end: they do nothing until
             somebody outside does.
         cpu_s: That they have used, all together, since the sandbox was made.
+        waits_for_events: Every one of them waits without a limit of time, for input, for a connection or for another of
+            them: nothing goes on before somebody outside does something, but for timers that only their process knows.
     """
 
     has_programs: bool
     waits_for_client: bool
     cpu_s: float
+    waits_for_events: bool = False
 
 
 class Handle(Protocol):
@@ -169,10 +182,13 @@ class Handle(Protocol):
     async def pack_cut(self, name: str, target: Path) -> None:
         """As `pack`, of the sandbox's cut `name`; the guest goes on meanwhile."""
 
-    async def cut(self, name: str) -> None:
+    async def cut(self, name: str, copies: int = 0) -> None:
         """Keep the writable layer, as it is at one moment, as the cut `name`, until `remove_cut` or the next node.
 
         The guest is stopped for that moment; one that is stopped already stays so.
+
+        Args:
+            copies: Sandboxes that are about to start from it, which then need not wait for one another.
 
         Raises:
             CapacityError: There is no room for it, or the guest could not be stopped.
@@ -180,10 +196,11 @@ class Handle(Protocol):
         Cancellation: No cut is left.
         """
 
-    async def dump(self, target: Path, *, keep: bool) -> MemoryRecord:
+    async def dump(self, target: Path, *, keep: bool, cut: str | None = None) -> MemoryRecord:
         """Store its processes and their memory in the new directory `target`, on a local file system.
 
         Args:
+            cut: Keep its files of the same moment, as `cut` does; on a failure that cut may be left.
             keep: The sandbox goes on as it was, and stays frozen if it was; else its processes are gone afterwards,
                 and the caller destroys the rest.
 

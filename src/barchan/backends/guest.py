@@ -61,6 +61,8 @@ class GuestProcess:
         "ended",
         "exit",
         "handle",
+        "missed_from_s",
+        "missed_until_s",
         "pid",
         "process_id",
         "readers",
@@ -75,6 +77,8 @@ class GuestProcess:
         self.pid = started.pid
         self.exit: wire.Exit | None = None
         self.timed_out = False
+        self.missed_from_s: float | None = None  # its sandbox's `Clock.missed_s` when it began, and when it ended
+        self.missed_until_s: float | None = None
         self.ended: asyncio.Future[wire.Exit] = connection.loop.create_future()
         self.readers: list[Reader] = []
         self._attaching: list[Reader] = []

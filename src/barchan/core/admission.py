@@ -8,6 +8,7 @@ from barchan.core.density import Pressure, step
 from barchan.errors import CapacityError, QuotaExceeded
 from barchan.model.node import Budget, LeaseUse
 
+_NEXT_LEASE = "(try: a run with a larger budget; barchan ps --runs shows what was used)"
 BUDGET_RETRY_MS = 1000  # nobody knows when a lease's own sandboxes will end
 
 
@@ -95,15 +96,21 @@ def check_budget(budget: Budget, used: LeaseUse, memory_mib: int) -> None:
 
     Raises:
         CapacityError: Not now; room comes back when a sandbox of the lease ends.
-        QuotaExceeded: Never: its seconds are used up, or its memory is less than this one sandbox asks for.
+        QuotaExceeded: Never: its seconds or tokens are used up, or its memory is less than this one sandbox asks for.
     """
     if budget.sandbox_s_max is not None and used.sandbox_s >= budget.sandbox_s_max:
         raise QuotaExceeded(
-            f"the lease has used up its budget of {budget.sandbox_s_max:g} sandbox-seconds", budget="sandbox_s_max"
+            f"the lease has used up its budget of {budget.sandbox_s_max:g} sandbox-seconds {_NEXT_LEASE}",
+            budget="sandbox_s_max",
+        )
+    if is_out_of_tokens(budget, used):
+        raise QuotaExceeded(
+            f"the lease has used up its budget of {budget.tokens_max} tokens {_NEXT_LEASE}", budget="tokens_max"
         )
     if budget.memory_mib_max is not None and memory_mib > budget.memory_mib_max:
         raise QuotaExceeded(
-            f"memory_mib={memory_mib} is more than the lease's whole budget of {budget.memory_mib_max} MiB",
+            f"memory_mib={memory_mib} is more than the lease's whole budget of {budget.memory_mib_max} MiB "
+            "(try: less memory_mib, or a budget with a larger memory_mib_max)",
             budget="memory_mib_max",
         )
     if budget.sandboxes_max is not None and used.sandboxes >= budget.sandboxes_max:
@@ -118,6 +125,11 @@ def check_budget(budget: Budget, used: LeaseUse, memory_mib: int) -> None:
             budget="memory_mib_max",
             retry_after_ms=BUDGET_RETRY_MS,
         )
+
+
+def is_out_of_tokens(budget: Budget, used: LeaseUse) -> bool:
+    """Whether a lease's tokens are used up."""
+    return budget.tokens_max is not None and used.tokens >= budget.tokens_max
 
 
 def spent_in_s(budget: Budget, used: LeaseUse, running: int) -> float | None:

@@ -133,6 +133,19 @@ def may_pause(one: Facts, step: Step) -> bool:
     return waiting.pause and (one.has_programs or waiting.after_s is not None or step != "none")
 
 
+def is_still_out(now_bytes: int, left_bytes: int, out_bytes: int) -> bool:
+    """Whether a page-out is not worth another one: most of what the last has freed was not needed since.
+
+    What a program touches at each of its turns would be packed and unpacked again each time, for little memory.
+
+    Args:
+        now_bytes: That it takes now.
+        left_bytes: That it took after the last page-out.
+        out_bytes: That were out then.
+    """
+    return now_bytes - left_bytes < (1.0 - PAGED_SHARE) * out_bytes
+
+
 def _decide(one: Facts, host: Host, costs: Costs) -> Move | None:
     if one.is_busy or one.tier == "hibernated":
         return None

@@ -28,8 +28,10 @@ exec {_COMMAND}
 # For systemd. What is started through it outlives it, as a program does whose terminal is closed. No word of memory:
 # what the agent were spared, every program of it would be.
 PROPERTIES = ("Delegate=yes", "KillMode=process", "TasksMax=infinity")
+_AS_PROPERTIES = " ".join(f"-p {item}" for item in PROPERTIES)
 # In a folder with the files `agent` and `launch`: has them in their places, and starts one. An agent that runs already
-# keeps the line, and the second one ends.
+# keeps the line, and the second one ends. Nobody waits for systemd to start it: it starts nothing before the system's
+# basic parts are there, and on some of them cloud-init, which runs this, is one.
 START = f"""#!/bin/sh
 put() {{
     mkdir -p "${{2%/*}}" && cp "$1" "$2.new" && chmod 755 "$2.new" && mv "$2.new" "$2"
@@ -37,7 +39,7 @@ put() {{
 put "$1/agent" {PATH} && put "$1/launch" {LAUNCH_PATH} || exit
 modprobe virtio_console 2>/dev/null
 if [ -d /run/systemd/system ]; then
-    systemd-run --quiet --collect --unit barchan-agent {" ".join(f"-p {item}" for item in PROPERTIES)} {LAUNCH_PATH}
+    systemd-run --no-block --quiet --collect --unit barchan-agent {_AS_PROPERTIES} {LAUNCH_PATH}
 else
     setsid {LAUNCH_PATH} </dev/null >/dev/null 2>&1 &
 fi

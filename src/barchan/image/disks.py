@@ -6,14 +6,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
 from barchan.image.pack import DEFAULT_LIMITS, MTIME_UNIX_S, Limits, keep_as, pack_tar
 from barchan.image.qcow2 import look
 from barchan.image.store import ImageStore
-from barchan.image.template import Disk, LayerKind, Template, TemplateConfig
+from barchan.image.template import USER_DATA_CHARS_MAX, Disk, LayerKind, Template, TemplateConfig
 from barchan.image.tools import Progress
 
 PART_BYTES = 1 << 20
@@ -36,6 +36,7 @@ def add_disk(
     progress: Progress,
     *,
     boot: Boot | None = None,
+    user_data: str = "",
     limits: Limits = DEFAULT_LIMITS,
 ) -> Template:
     """Make a template of a disk image, `raw` or qcow2; the file itself stays as it is and may go. Blocking.
@@ -43,12 +44,15 @@ def add_disk(
     Args:
         config: Without `disk`. `user` is one that the guest has.
         boot: None: the disk has a boot loader that a BIOS starts.
+        user_data: For cloud-init in the guest, in any form that it knows.
 
     Raises:
-        InvalidSpec: It is no disk, or one that can't stand alone.
+        InvalidSpec: It is no disk, or one that can't stand alone, or `user_data` is too long.
         NotFound, CapacityError, RequirementMissing: As of any layer.
     """
     config.check()
+    if len(user_data) > USER_DATA_CHARS_MAX:
+        raise InvalidSpec(f"user data of {len(user_data)} characters is too long: at most {USER_DATA_CHARS_MAX}")
     with ExitStack() as opened:
         files = {Disk.file_at(0): _opened(opened, disk)}
         image = look(files[Disk.file_at(0)], str(disk))
@@ -66,6 +70,7 @@ def add_disk(
                 size_bytes=image.size_bytes,
                 boot="bios" if boot is None else "kernel",
                 append="" if boot is None else boot.append,
+                user_data=user_data or UNSET,
             )
             return store.commit(replace(config, disk=form), (layer,))
 

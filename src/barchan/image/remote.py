@@ -362,7 +362,7 @@ async def _commit(images: ImageStore, manifest: Manifest, name: str, layers: "_L
                 tasks = [group.create_task(layers.bring(layer, workspace)) for layer in manifest.layers]
             return await finished(asyncio.to_thread(images.commit, config, tuple(task.result() for task in tasks)))
         except BaseExceptionGroup as failed:
-            raise _leading(failed) from failed
+            raise leading(failed) from failed
         finally:
             await finished(asyncio.to_thread(entered.close))
 
@@ -373,12 +373,12 @@ def _kept(images: ImageStore, digest: str) -> Layer | None:
     return next((found for kind in kinds if images.layer_path(found := Layer(digest, kind)).exists()), None)
 
 
-def _leading(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def leading(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one error that says most: a judgement of ours before what may follow from it."""
     flat = [
         leaf
         for error in group.exceptions
-        for leaf in ([_leading(error)] if isinstance(error, BaseExceptionGroup) else [error])
+        for leaf in ([leading(error)] if isinstance(error, BaseExceptionGroup) else [error])
     ]
     return min(flat, key=lambda error: not isinstance(error, BarchanError))
 

@@ -36,7 +36,7 @@ from barchan.image.holds import Holder, held
 from barchan.image.index import TemplateIndex, layer_file, template_file
 from barchan.image.template import Layer, LayerKind, Template, TemplateConfig, template_digest
 from barchan.model.gc import GcImage, GcLayer, GcReport, GcRequest
-from barchan.model.image import MADE_PREFIXES
+from barchan.model.image import FRESH_PREFIX, MADE_PREFIXES
 from barchan.model.node import ImageInfo
 
 BUILD_HINT = "barchan image build debian"
@@ -121,7 +121,7 @@ class ImageStore:
             if len({template.digest for template in hits}) == 1:
                 return hits[0]
         every = self._index.names()
-        names = [name for name in every if not name.startswith(MADE_PREFIXES)] or every
+        names = [name for name in every if not name.startswith((*MADE_PREFIXES, FRESH_PREFIX))] or every
         more = f" and {len(names) - NAMES_TOLD} more" if len(names) > NAMES_TOLD else ""
         have = f"there are: {', '.join(names[:NAMES_TOLD])}{more}" if names else "the store is empty"
         hint = BUILD_HINT if name_or_digest == "debian" or not names else "barchan image pull, or one of these"

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
 from barchan.errors import InvalidSpec
@@ -17,6 +17,7 @@ from barchan.model.sandbox import DEFAULT_USER, Name, Need
 FORMAT = 1
 LAYERS_MAX = 64  # that a sandbox can be made of
 DISK_BYTES_MAX = 1 << 50
+USER_DATA_CHARS_MAX = 16384
 # lazy: its index is here, its data in a blob store, read on demand
 LayerKind = Literal["erofs", "dir", "lazy"]
 
@@ -36,6 +37,8 @@ class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         base_bytes: Of the lowest disk, as a guest sees it; `size_bytes`: of the topmost one.
         depth: How many disks lie above the lowest one, for what a sandbox has written: `FOLDER/disk-1` and on.
         boot: `bios`: from the disk. `kernel`: `FOLDER/vmlinuz` and `FOLDER/initrd`, with the words of `append`.
+        user_data: What cloud-init in the guest is told beside our own. Left out where there is nothing, so that images
+            without are what they were.
     """
 
     FOLDER: ClassVar[str] = "machine"
@@ -46,6 +49,7 @@ class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     depth: Annotated[int, Meta(ge=0, le=LAYERS_MAX)] = 0
     boot: Literal["bios", "kernel"] = "bios"
     append: Annotated[str, Meta(max_length=2048)] = ""
+    user_data: Annotated[str, Meta(min_length=1, max_length=USER_DATA_CHARS_MAX)] | UnsetType = UNSET
 
     @staticmethod
     def file_at(depth: int) -> str:

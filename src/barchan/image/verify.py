@@ -1,6 +1,5 @@
 """Whether what is stored is what was stored: every layer, template and cached chunk against its digest."""
 
-import errno
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -10,19 +9,16 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
-from barchan.errors import BlobCorrupt, InvalidSpec, NotFound
+from barchan.errors import BlobCorrupt, NotFound
 from barchan.image.compose import config_of
-from barchan.image.erofs import IDENTITY_AT, IDENTITY_BYTES
 from barchan.image.index import SUFFIX, layer_file
 from barchan.image.lazy.cache import PRESENT, read_notes
 from barchan.image.local import CACHE
-from barchan.image.pack import pack_tree
 from barchan.image.store import ImageStore
 from barchan.image.template import Layer, Template, template_digest
-from barchan.image.unpack import IDENTITY
+from barchan.image.whole import AGAIN, identity_of, packed_again
 
 Progress = Callable[[str], None]
-AGAIN = "(try: remove its images, then build or pull them again)"
 
 
 class Damage(Struct, frozen=True, kw_only=True):
@@ -117,21 +113,11 @@ def _check(store: ImageStore, layer: Layer) -> int:
 
 def _check_directory(store: ImageStore, tree: Path, digest: str) -> int:
     """Bytes of the layer that a directory packs to, if it does; 0: it was made otherwise than by `image.unpack`."""
-    try:
-        identity = os.getxattr(tree, IDENTITY)
-    except OSError as error:
-        if error.errno not in (errno.ENODATA, errno.ENOTSUP):
-            raise
+    if not identity_of(tree):
         return 0
     with store.workspace() as workspace:
         packed = workspace / "layer.erofs"
-        try:
-            pack_tree(tree, packed)
-        except InvalidSpec as error:
-            raise BlobCorrupt(f"{tree.name} is damaged: {error} {AGAIN}") from error
-        with packed.open("r+b") as file:
-            os.pwrite(file.fileno(), identity[:IDENTITY_BYTES], IDENTITY_AT)
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = packed_again(tree, packed)
         if found != digest:
             raise BlobCorrupt(f"{tree.name} is damaged: packed again its sha256 is {found}, not {digest} {AGAIN}")
         return packed.stat().st_size

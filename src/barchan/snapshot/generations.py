@@ -44,6 +44,7 @@ class Hibernated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         frozen_s: For how long its guest had stood still, by the guest's own clock, when it was stored.
         memory_bytes: What it took before.
         ttl_left_s: How long it has still to live; None: for ever.
+        shell: What its shell commands are run by; empty: not known.
         at_unix_s: When this generation was made; only to be shown.
     """
 
@@ -58,6 +59,7 @@ class Hibernated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     frozen_s: float = 0.0
     memory_bytes: Annotated[int, Meta(ge=0)] = 0
     ttl_left_s: float | None = None
+    shell: str = ""
     at_unix_s: float = 0.0
     format: int = FORMAT
 

@@ -48,6 +48,7 @@ LAYER_BYTES_SPARE = 64 << 20
 STARVED_S = 1.0  # for which a read waits when a program's time is over
 STARVED_SHARE = 0.5  # of a program's time, in which its sandbox's reads waited
 STORED_POLL_S = 0.05
+END_S = 5.0  # for the supervisor to tell of an end, after the init's connection broke
 STARVED_ANSWER_S = 3.0  # less than the margin that the init leaves
 
 
@@ -93,14 +94,17 @@ class ContainerHandle(Dumping, Resting, Warming):
                 self._backend.take_socket(await self._backend.request("attach", id=self.sandbox_id))
             )
         except (BarchanError, OSError, TimeoutError) as error:
-            self.guest.guest_gone(InitDied(f"the init of {self.sandbox_id} can't be reached any more: {error}"))
+            why = f"the init of {self.sandbox_id} can't be reached any more: {error}"
+            self.guest.guest_gone(InitDied(why))
+            await asyncio.wait({self.ended}, timeout=END_S)  # the supervisor mostly knows why
+            self.tell_end(Ended(wstatus=0, oom_kills=0, why=why))  # what its counters say is not why
 
     async def destroy(self) -> None:
         self.guest.close()
         try:
             await self._backend.discard(self.sandbox_id)
-        except NotFound:
-            pass  # destroyed before
+        except (NotFound, ConnectionLost):
+            pass  # destroyed before, or with its supervisor
         finally:
             self._backend.forget(self.sandbox_id)
             self.release()
@@ -142,9 +146,9 @@ class ContainerHandle(Dumping, Resting, Warming):
         """See `Backend.remove_cut`."""
         await self._backend.remove_cut(name)
 
-    async def cut(self, name: str) -> None:
+    async def cut(self, name: str, copies: int = 0) -> None:
         cutter = await self._backend.cutter()
-        await cutter.cut(self.sandbox_id, self._counters, self._cutting, name)
+        await cutter.cut(self.sandbox_id, self._counters, self._cutting, name, copies)
 
     async def end_if_starved(self, within_s: float) -> bool:
         return await self._backend.end_if_starved(self.sandbox_id, within_s)
@@ -159,8 +163,9 @@ class ContainerHandle(Dumping, Resting, Warming):
 class ContainerBackend:
     """Containers on this host, started by a supervisor that outlives this process."""
 
-    capabilities = Capabilities(  # `memory_snapshot` when it has started
+    capabilities = Capabilities(
         isolation="container",
+        memory_by_host=True,
         fork=True,
         zygote=True,
         warm=True,

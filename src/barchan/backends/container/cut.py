@@ -14,14 +14,17 @@ import secrets
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from barchan.backends.container.cgroup import Counters, frozen
 from barchan.core.finished import finished
-from barchan.errors import BackendError, CapacityError, GuestWrecked
+from barchan.errors import BackendError, BarchanError, CapacityError, GuestWrecked
 
 PACK_TIMEOUT_S = 600.0
+COPIES_MAX = 64  # of one cut, that are made ahead; as the supervisor has it
+_COPIES, _COPY = ".copies", "copy"  # copy N of a cut is CUT.copies/N/copy
 RETRY_AFTER_MS = 1000
 FLUSH_BYTES = (
     8 << 20
@@ -53,11 +56,12 @@ class Cutter:
         os.close(self._upper)
         os.close(self._cuts)
 
-    async def cut(self, sandbox_id: str, counters: Counters, turn: asyncio.Lock, name: str) -> None:
+    async def cut(self, sandbox_id: str, counters: Counters, turn: asyncio.Lock, name: str, copies: int = 0) -> None:
         """Keep a sandbox's layer as it is, until `remove` or the next node. A guest that is stopped already stays so.
 
         Args:
             turn: Of this sandbox: the first of two cuts would let the guest go on in the middle of the second.
+            copies: Sandboxes that will start from it: each finds a copy that is its own, as far as `COPIES_MAX` goes.
 
         Raises:
             CapacityError: The pool is full, or the guest does not stop.
@@ -68,6 +72,8 @@ class Cutter:
             try:
                 async with turn:
                     await finished(asyncio.to_thread(self._cut, sandbox_id, name, counters))
+                if copies:
+                    await finished(asyncio.to_thread(self._copy, name, min(copies, COPIES_MAX)))
             except BaseException:
                 await self._drop(name)
                 raise
@@ -158,9 +164,23 @@ class Cutter:
             finally:
                 os.close(source)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CapacityError("the pool is full", retry_after_ms=RETRY_AFTER_MS) from error
-            raise BackendError(f"no snapshot of {sandbox_id} could be made: {error}") from error
+            raise _failed(f"no snapshot of {sandbox_id} could be made", error) from error
+
+    def _copy(self, name: str, count: int) -> None:
+        """Each in a directory of its own, which the kernel holds until that is written: so many are written at once."""
+        try:
+            with ExitStack() as opened:
+                source = opened.enter_context(_directory(name, self._cuts))
+                os.mkdir(name + _COPIES, 0o700, dir_fd=self._cuts)
+                places = []
+                for number in range(count):
+                    os.mkdir(f"{name}{_COPIES}/{number}", 0o700, dir_fd=self._cuts)
+                    places.append(opened.enter_context(_directory(f"{name}{_COPIES}/{number}", self._cuts)))
+                with ThreadPoolExecutor(count) as threads:
+                    for made in [threads.submit(make_snapshot, source, place, _COPY, 0) for place in places]:
+                        made.result()
+        except OSError as error:
+            raise _failed(f"no copies of {name} could be made", error) from error
 
     def _flush(self, source: int, name: str) -> None:
         """Making a snapshot writes what is not on disk yet; the guest need not wait for that."""
@@ -175,6 +195,12 @@ class Cutter:
     def _remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             remove_snapshot(self._cuts, name)
+        with suppress(FileNotFoundError), _directory(name + _COPIES, self._cuts) as copies:
+            for number in os.listdir(copies):
+                with _directory(number, copies) as place, suppress(FileNotFoundError):
+                    remove_snapshot(place, _COPY)
+                os.rmdir(number, dir_fd=copies)
+            os.rmdir(name + _COPIES, dir_fd=self._cuts)
 
     async def _run(self, tree: int, target: Path, bytes_max: int) -> None:
         process = await asyncio.create_subprocess_exec(
@@ -203,13 +229,28 @@ class Cutter:
             raise BackendError(f"packing the layer failed with exit code {process.returncode}: {reason}")
 
 
-def make_snapshot(source: int, directory: int, name: str) -> None:
-    """A read-only snapshot of the subvolume `source` in `directory`; first its unwritten data goes to disk."""
-    _ioctl(directory, _SNAP_CREATE_V2, struct.pack("=qQQ32x", source, 0, _READ_ONLY) + name.encode())
+def make_snapshot(source: int, directory: int, name: str, flags: int = _READ_ONLY) -> None:
+    """A snapshot of the subvolume `source` in `directory`; first its unwritten data goes to disk."""
+    _ioctl(directory, _SNAP_CREATE_V2, struct.pack("=qQQ32x", source, 0, flags) + name.encode())
 
 
 def remove_snapshot(directory: int, name: str) -> None:
     _ioctl(directory, _SNAP_DESTROY, struct.pack("=q", 0) + name.encode())
+
+
+@contextmanager
+def _directory(path: str, at: int) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _failed(what: str, error: OSError) -> BarchanError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError("the pool is full", retry_after_ms=RETRY_AFTER_MS)
+    return BackendError(f"{what}: {error}")
 
 
 def _ioctl(fd: int, request: int, argument: bytes) -> None:

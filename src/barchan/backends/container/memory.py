@@ -122,7 +122,7 @@ class Dumping:
     _cutting: asyncio.Lock
     _recover: Callable[[], None]
 
-    async def dump(self, target: Path, *, keep: bool) -> MemoryRecord:
+    async def dump(self, target: Path, *, keep: bool, cut: str | None = None) -> MemoryRecord:
         """See `Handle.dump`."""
         found = await self._backend.memory.criu()
         if self.spec.zygote is not None:
@@ -134,9 +134,9 @@ class Dumping:
         if shutil.disk_usage(target.parent).free < self._counters.stats().memory_bytes + FREE_BYTES_MIN:
             raise _no_room(self.sandbox_id)
         async with self._cutting:
-            return await finished(self._dump(target, found, keep=keep))
+            return await finished(self._dump(target, found, cut, keep=keep))
 
-    async def _dump(self, target: Path, found: Criu, *, keep: bool) -> MemoryRecord:
+    async def _dump(self, target: Path, found: Criu, cut: str | None, *, keep: bool) -> MemoryRecord:
         guest = self._counters.guest
         os.mkdir(target, 0o700)
         was_stopped = is_frozen(guest)
@@ -146,6 +146,9 @@ class Dumping:
         try:
             await self._detach()
             await _stop_all(guest)
+            if cut is not None:  # not sooner: a file operation, which is no program of the guest's, might go on writing
+                cutter = await self._backend.cutter()
+                await cutter.cut(self.sandbox_id, self._counters, asyncio.Lock(), cut)  # the turn is ours
             if outside := await asyncio.to_thread(outside_connections, self.pid, NETWORKS[self.spec.network]):
                 raise NotSnapshotable(f"it has a connection to {outside[0]}, which would not survive: close it first")
             inside = await asyncio.to_thread(look, self.pid, guest)

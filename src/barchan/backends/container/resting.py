@@ -5,6 +5,8 @@ import os
 import time
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from barchan.backends.base import Activity
 from barchan.backends.container.activity import activity, pids
 from barchan.backends.container.cgroup import FREEZE_POLL_S, FREEZE_S, ROOT, Counters, is_frozen, stop, thaw
@@ -27,6 +29,11 @@ class Resting:
     spec: SandboxSpec
     _counters: Counters
     _cutting: asyncio.Lock
+
+    @property
+    def counters(self) -> Counters:
+        """Where the kernel counts for it."""
+        return self._counters
 
     def host_kills(self) -> int:
         """See `Handle.host_kills`."""
@@ -81,7 +88,12 @@ class Resting:
 
     def activity(self) -> Activity:
         """See `Handle.activity`."""
-        return activity(self._counters.guest, self._counters.pids(), self._counters.cpu_s())
+        counters, is_closed = self._counters, self.spec.network == "none"
+        before_s = counters.cpu_s()
+        seen = activity(counters.guest, counters.pids(), before_s, is_closed=is_closed)
+        if seen.waits_for_events and counters.cpu_s() != before_s:  # one may have woken another behind the look's back
+            return replace(seen, waits_for_client=False, waits_for_events=False)
+        return seen
 
 
 async def _stopped(group: str, deadline: float) -> None:

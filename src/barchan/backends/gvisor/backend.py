@@ -5,19 +5,22 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from barchan.backends.base import Capabilities, Handle, Host
 from barchan.backends.container.backend import ContainerHandle
+from barchan.backends.container.room import Room
 from barchan.backends.guest import GuestProcess
 from barchan.backends.gvisor import control, install, platform, programs
 from barchan.backends.gvisor.control import IMAGES, Sentry
 from barchan.backends.gvisor.guest import GvisorConnection
 from barchan.backends.gvisor.handle import IMAGE, LINE, NAME, SAVE_S, GvisorHandle, connect
 from barchan.backends.gvisor.install import Runsc
+from barchan.backends.gvisor.parts import own_bytes, set_apart
 from barchan.backends.gvisor.slots import GvisorSlots
-from barchan.backends.gvisor.spec import has_own_network, oci, outer_spec, starter_words
+from barchan.backends.gvisor.spec import STORING_MIB, STORING_MIB_MAX, has_own_network, oci, outer_spec, starter_words
 from barchan.backends.gvisor.starter import Starter
 from barchan.backends.hosted.backend import HostedBackend
 from barchan.backends.hosted.outer import HostLayer
@@ -42,11 +45,12 @@ TRY_S = 20.0
 
 
 class Up(NamedTuple):
-    """An outer in which a guest's kernel is up, and nothing of the guest runs yet."""
+    """An outer in which a guest's kernel is up, and nothing of the guest runs yet. `room`: above the outer's limit."""
 
     outer: ContainerHandle
     runner: GuestProcess
     said: Starter
+    room: Room
 
 
 class GvisorBackend(HostedBackend):
@@ -58,10 +62,12 @@ class GvisorBackend(HostedBackend):
         own_kernel=True,
         fork=True,
         memory_snapshot=True,
+        shares_memory=True,
         warm=True,
         page_out=True,
         networks=frozenset({"none", "open", "allow"}),
         roots=frozenset({"plain", "capable"}),
+        storing_mib=STORING_MIB,
     )
 
     def __init__(self, host: Host) -> None:
@@ -139,7 +145,8 @@ class GvisorBackend(HostedBackend):
         async with self._up(sandbox_id, spec, template, cut) as up:
             with await Sentry.of(up.outer) as sentry:
                 await sentry.loopback()
-                await sentry.load(images, SAVE_S)
+                async with up.room.given():
+                    await sentry.load(images, SAVE_S)
             with await Sentry.of(up.outer) as sentry:  # the stored guest's kernel, which knows nothing of the other one
                 await sentry.wake()
             return await self._handle(sandbox_id, spec, template, up, (images / LINE).read_bytes())
@@ -147,13 +154,16 @@ class GvisorBackend(HostedBackend):
     async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> Handle:
         """See `Backend.adopt`."""
         outer = await self.outers.adopt(sandbox_id, outer_spec(spec), [self._layer], template=template)
+        room = _room_of(outer)
         try:
+            await room.go_back()  # the node before may have died while it stored this one
             runner, said = await outer.guest.find(PROCESS_ID), Starter()
             if runner.exit is None:
                 await runner.add_reader(said)
             await control.go_on(outer)
-            return await self._handle(sandbox_id, spec, template, Up(outer, runner, said))
+            return await self._handle(sandbox_id, spec, template, Up(outer, runner, said, room))
         except BaseException:
+            room.close()
             self.outers.let_go(outer)
             raise
 
@@ -183,7 +193,7 @@ class GvisorBackend(HostedBackend):
             BootFailed: Something did not come up; the message has the last that was said.
         """
         outer = await self.outers.create(sandbox_id, outer_spec(spec), [self._layer], template=template, cut=cut)
-        said = Starter()
+        said, room = Starter(), _room_of(outer)
         try:
             start = wire.Start(
                 process_id=PROCESS_ID,
@@ -193,8 +203,10 @@ class GvisorBackend(HostedBackend):
             )
             runner = await outer.guest.start(start, said)
             await said.ready()
-            yield Up(outer, runner, said)
+            await asyncio.to_thread(set_apart, outer)
+            yield Up(outer, runner, said, room)
         except BaseException as error:
+            room.close()
             await asyncio.shield(outer.destroy())
             if isinstance(error, BootFailed | SnapshotCorrupt | asyncio.CancelledError):
                 raise
@@ -219,8 +231,13 @@ class GvisorBackend(HostedBackend):
     ) -> GvisorHandle:
         return GvisorHandle(
             *(sandbox_id, up.outer, await self._greeted(sandbox_id, spec, up, stored), up.runner, up.said),
+            room=up.room,
             secret=secret(self.host.state_dir, sandbox_id),
             engine=self._engine,
             spec=spec,
             template=template,
         )
+
+
+def _room_of(outer: ContainerHandle) -> Room:
+    return Room(outer.counters, outer.spec.memory_mib << 20, STORING_MIB_MAX << 20, partial(own_bytes, outer))

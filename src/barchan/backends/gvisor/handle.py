@@ -3,20 +3,23 @@
 import asyncio
 import os
 import shutil
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
 from barchan.backends.base import Ended
 from barchan.backends.container.backend import ContainerHandle
+from barchan.backends.container.room import Room
 from barchan.backends.guest import GuestProcess
 from barchan.backends.gvisor import control
 from barchan.backends.gvisor.control import Sentry
 from barchan.backends.gvisor.guest import GvisorConnection, end_of
+from barchan.backends.gvisor.parts import is_stopped
 from barchan.backends.gvisor.spec import has_own_network
 from barchan.backends.gvisor.starter import Starter
 from barchan.backends.hosted.handle import HostedHandle
@@ -35,7 +38,9 @@ NAME: Final = "gvisor"
 IMAGE: Final = "image"  # of a memory directory
 LINE: Final = "line"  # in there: what opens the stored guest's line once more
 RECORD: Final = "record.json"
+OUT_OF_MEMORY: Final = "its kernel ran out of memory at the sandbox's limit"  # verdicts know these words
 SAVE_S: Final = 300.0
+GOFER_ENDED: Final = 70 << 8  # the wait status of the starter then
 IMAGES_BYTES_SPARE: Final = (
     64 << 20
 )  # what a stored guest may have beside twice its memory, some of which may be swapped
@@ -46,6 +51,7 @@ class GvisorHandle(HostedHandle):
 
     Args:
         said: What the starter has to say.
+        room: What its kernel may take to store its memory.
         secret: By which its init knows the node.
         engine: What must be equal where its memory is restored.
     """
@@ -58,12 +64,14 @@ class GvisorHandle(HostedHandle):
         runner: GuestProcess,
         said: Starter,
         *,
+        room: Room,
         secret: bytes,
         engine: dict[str, str],
         spec: SandboxSpec,
         template: Template,
     ) -> None:
         self._said = said
+        self._room = room
         super().__init__(sandbox_id, outer, guest, runner)
         self.spec = spec
         self.template = template
@@ -71,14 +79,49 @@ class GvisorHandle(HostedHandle):
         self._engine = engine
         self._turn = asyncio.Lock()
         self._is_frozen = False
+        guest.on_stuck = self._stuck
 
     async def connect(self) -> socket.socket:
         """See `HostedHandle.connect`."""
         return await connect(self.outer, self._secret)
 
     def tell_end(self, end: Ended) -> None:
-        """See `HostedHandle.tell_end`."""
-        super().tell_end(Ended(wstatus=end_of(end.wstatus), oom_kills=end.oom_kills, why=self._said.words()))
+        """See `HostedHandle.tell_end`; says so where that was for want of memory."""
+        self._tell(end, is_full=bool(end.oom_kills) and self._is_of_memory(end_of(end.wstatus)))
+
+    def _tell(self, end: Ended, *, is_full: bool) -> None:
+        why = ": ".join(filter(None, (OUT_OF_MEMORY if is_full else "", end.why, self._said.words())))
+        super().tell_end(Ended(wstatus=end_of(end.wstatus), oom_kills=end.oom_kills, why=why))
+
+    def _is_of_memory(self, wstatus: int) -> bool:
+        """Whether the guest has brought its end about, by filling its memory.
+
+        Anybody on the host may kill what runs it: of that, the kernel's count of its own kills tells. What gave up by
+        itself, or does not answer though nobody has stopped it, was hurt by the kernel's kills since it last was whole.
+
+        Args:
+            wstatus: Of what ran the guest; 0: it has not ended, and can't be had.
+        """
+        killed = self.outer.counters.kills_apart()
+        if killed:
+            return True
+        if killed is not None and wstatus in (signal.SIGKILL, GOFER_ENDED):
+            return False
+        return self._connection.is_hurt and not (wstatus == 0 and is_stopped(self.outer))
+
+    def _stuck(self) -> None:
+        """Its kernel waits for a process that the host's has killed, unless somebody has stopped it."""
+        if not is_stopped(self.outer):
+            self._tell(Ended(wstatus=0, oom_kills=self.oom_kills(), why="it stands still"), is_full=True)
+
+    @property
+    def _connection(self) -> GvisorConnection:
+        return cast(GvisorConnection, self.guest)
+
+    async def destroy(self) -> None:
+        """See `Handle.destroy`."""
+        self._room.close()
+        await super().destroy()
 
     async def freeze(self) -> None:
         """See `Handle.freeze`. The guest's own kernel stops its programs first: so they stay stopped while that kernel
@@ -109,7 +152,7 @@ class GvisorHandle(HostedHandle):
         self.guest.at_work.set()
         await self._release(frozen_s)
 
-    async def dump(self, target: Path, *, keep: bool) -> MemoryRecord:
+    async def dump(self, target: Path, *, keep: bool, cut: str | None = None) -> MemoryRecord:
         """See `Handle.dump`. It goes on in any case: where it is not to be kept, it is destroyed next."""
         if not has_own_network(self.spec.network):
             raise NotSnapshotable(
@@ -118,6 +161,8 @@ class GvisorHandle(HostedHandle):
             )
         if shutil.disk_usage(target.parent).free < self.stats().memory_bytes + FREE_BYTES_MIN:
             raise self._no_room()
+        if cut is not None:
+            await self.cut(cut)
         async with self._turn:
             return await finished(self._dump(target))
 
@@ -130,7 +175,7 @@ class GvisorHandle(HostedHandle):
             images = target / IMAGE
             images.mkdir()
             processes = self.guest.running
-            async with self._stopped():
+            async with self._room.given(), self._stopped():
                 await self._save(images)
             (images / LINE).write_bytes(self._secret)
             record = self._record(processes, sum(path.stat().st_size for path in images.iterdir()))

@@ -67,11 +67,15 @@ class HostedBackend:
 
     async def start(self) -> None:
         """See `Backend.start`. A backend's own does this first."""
-        self.outers = Outers(self.name, cast(ContainerBackend, await self.host.backend("container")))
+        await self.find_outers()
         missing = [item for item in self.probe() if not item.ok]
         if missing:
             lines = "; ".join(f"{item.name}: {item.found} ({item.remedy})" for item in missing)
             raise RequirementMissing(f"this host can't run {self.name} sandboxes yet: {lines}")
+
+    async def find_outers(self) -> None:
+        """Know the containers that hold its guests."""
+        self.outers = Outers(self.name, cast(ContainerBackend, await self.host.backend("container")))
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, template: Template, *, cut: str | None = None) -> Handle:
         raise NotImplementedError

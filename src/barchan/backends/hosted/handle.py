@@ -81,7 +81,16 @@ class HostedHandle:
         """The guest is gone without having been asked to."""
         if not self.ended.done():
             self.ended.set_result(end)
-            self.guest.guest_gone(init_died(self.sandbox_id, end.wstatus))
+            self.guest.guest_gone(self._died(end))
+
+    def _died(self, end: Ended) -> InitDied:
+        """What whoever waits for the guest is told, with the cause that whoever comes later is told."""
+        if end.wstatus == 0 and end.why:
+            error = InitDied(f"the guest of {self.sandbox_id} has ended: {end.words}", wstatus=0)
+        else:
+            error = init_died(self.sandbox_id, end.wstatus)
+        error.details["cause"] = f"init_died: {end.words}"
+        return error
 
     def recover(self) -> None:
         """The connection went, though perhaps the guest did not."""
@@ -95,7 +104,6 @@ class HostedHandle:
                 return await self.guest.reconnect(await self.connect())
             except (BarchanError, OSError, TimeoutError) as error:
                 if asyncio.get_running_loop().time() > until:
-                    self.guest.guest_gone(InitDied(f"the init of {self.sandbox_id} can't be reached any more: {error}"))
                     why = f"its init can't be reached any more: {error}"
                     return self.tell_end(Ended(wstatus=0, oom_kills=self.oom_kills(), why=why))
             await asyncio.sleep(RECONNECT_POLL_S)
@@ -149,11 +157,11 @@ class HostedHandle:
         """See `Handle.pack_cut`."""
         await self.outer.pack_cut(name, target)
 
-    async def cut(self, name: str) -> None:
+    async def cut(self, name: str, copies: int = 0) -> None:
         """See `Handle.cut`."""
-        await self.outer.cut(name)
+        await self.outer.cut(name, copies)
 
-    async def dump(self, target: Path, *, keep: bool) -> MemoryRecord:
+    async def dump(self, target: Path, *, keep: bool, cut: str | None = None) -> MemoryRecord:
         """See `Handle.dump`. One whose backend declares no memory snapshots is never asked."""
         raise BackendError(f"the memory of {self.sandbox_id} can't be stored by its backend")
 

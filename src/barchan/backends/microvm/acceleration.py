@@ -34,7 +34,7 @@ class Acceleration(Struct, frozen=True, kw_only=True):
     @property
     def arguments(self) -> tuple[str, str]:
         """QEMU's accelerator and model of processor."""
-        return (f"kvm,device={DEVICE}", "host") if self.name == "kvm" else ("tcg,tb-size=32", "max")
+        return (f"kvm,device={DEVICE}", "host") if self.name == "kvm" else ("tcg,tb-size=16", "max")
 
 
 KVM = Acceleration(name="kvm", key="", why="")

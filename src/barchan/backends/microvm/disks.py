@@ -10,12 +10,13 @@ from pathlib import Path
 
 from barchan.backends.hosted.outer import HostLayer
 from barchan.backends.qemu.links import Links
-from barchan.errors import NotFound, RequirementMissing
+from barchan.errors import NotFound
 from barchan.image.diff_tar import merge
 from barchan.image.erofs import Erofs
 from barchan.image.store import ImageStore, layer_gone
 from barchan.image.template import Layer
 from barchan.image.tools import require, run
+from barchan.image.whole import whole_file
 
 LAYERS_MAX = 4  # disks: a machine has eight places for devices, and the others have theirs
 LAYER_PATH = "/layers/{}.erofs"
@@ -43,15 +44,13 @@ def disk_bytes(disk_mib: int) -> int:
 def image_layer(links: Links, images: ImageStore, layers: Sequence[Layer]) -> tuple[HostLayer, int]:
     """A template's layers as files, and how many these are; those on top are merged where they are too many. Blocking.
 
+    A guest reads files of EROFS: what is kept otherwise becomes one, once for each image, and takes its room again.
+    One that is kept without its data is fetched, all of it.
+
     Raises:
-        RequirementMissing: One is kept in a way that a guest can't read. NotFound: One was removed.
+        NotFound: A layer was removed. BlobUnavailable, BlobCorrupt: Its data can't be had, or are damaged.
+        CapacityError: There is no room for it.
     """
-    for layer in layers:
-        if layer.kind != "erofs":
-            raise RequirementMissing(
-                f"a microVM reads layers that are whole EROFS files, and {layer.digest[:12]} is kept as {layer.kind} "
-                "(try: barchan image pull NAME again without --lazy, or a host that mounts EROFS files)"
-            )
     key = hashlib.sha256(":".join(layer.digest for layer in layers).encode()).hexdigest()[:32]
     count = min(len(layers), LAYERS_MAX)
     found = links.layer(_IMAGE + key)
@@ -59,9 +58,9 @@ def image_layer(links: Links, images: ImageStore, layers: Sequence[Layer]) -> tu
         return found, count
     with images.workspace() as made:
         own = len(layers) - (count - 1)  # that become the topmost file
-        paths = [images.layer_path(layer) for layer in layers]
+        paths = [_whole(images, layer, made) for layer in layers]
         if own > 1:
-            paths[:own] = [_merged(images, layers, own, made / "merged")]
+            paths[:own] = [_merged(paths, own, made / "merged")]
         digests = made / "digests"
         digests.write_text("\n".join(layer.digest for layer in layers))
         files = {LAYER_PATH.format(index): path for index, path in enumerate(paths)}
@@ -71,14 +70,19 @@ def image_layer(links: Links, images: ImageStore, layers: Sequence[Layer]) -> tu
             raise NotFound(f"a layer of the image is gone: {error.filename}") from error
 
 
-def _merged(images: ImageStore, layers: Sequence[Layer], count: int, target: Path) -> Path:
+def _whole(images: ImageStore, layer: Layer, made: Path) -> Path:
+    try:
+        return whole_file(images, layer, made)
+    except FileNotFoundError as error:
+        raise layer_gone(layer) from error
+
+
+def _merged(paths: Sequence[Path], count: int, target: Path) -> Path:
     with ExitStack() as closing:
-        opened = []
-        for layer in layers:
-            try:
-                opened.append(closing.enter_context(Erofs.open(images.layer_path(layer))))
-            except FileNotFoundError as error:
-                raise layer_gone(layer) from error
+        try:
+            opened = [closing.enter_context(Erofs.open(path)) for path in paths]
+        except FileNotFoundError as error:
+            raise NotFound(f"a layer of the image is gone: {error.filename}") from error
         merge(opened[:count], target, below=opened[count:])
     return target
 
@@ -86,11 +90,11 @@ def _merged(images: ImageStore, layers: Sequence[Layer], count: int, target: Pat
 def unneeded(links: Links, images: ImageStore, kernel: str) -> list[str]:
     """Names of layers that no new machine needs. Blocking.
 
-    These are of images of which the store has a layer no more, of kernels but `kernel`, and of empty disks the oldest,
-    where there are many.
+    These are of images of which the store has a layer no more, of kernels but `kernel` if that is known, and of empty
+    disks the oldest, where there are many.
     """
     names = links.names()
-    found = [name for name in names if name.startswith(KERNEL) and name != KERNEL + kernel]
+    found = [name for name in names if kernel and name.startswith(KERNEL) and name != KERNEL + kernel]
     for name in names:
         if name.startswith(_IMAGE):
             digests = (links.layer(name).path / DIGESTS_PATH.lstrip("/")).read_text().split()

@@ -64,6 +64,7 @@ class MachineBackend(HostedBackend):
     Attributes:
         boot_s: For which a guest may take to boot.
         handle: The class of its handles.
+        run_by: Of `Shape.engine`, what every new machine is run by; empty until it has started.
     """
 
     boot_s = 60.0
@@ -78,6 +79,7 @@ class MachineBackend(HostedBackend):
         self._kinds: dict[Kind, tuple[SandboxSpec, Shape]] = {}
         self.machine_slots = MachineSlots(self._fill, lambda: memory_mib("MemAvailable"))
         self.slots = self.machine_slots
+        self.run_by: dict[str, str] = {}
 
     async def shape(self, spec: SandboxSpec, template: Template, image: Sequence[Layer] | None = None) -> Shape:
         """The machine that a spec asks for.
@@ -112,6 +114,13 @@ class MachineBackend(HostedBackend):
         await super().start()
         await self._clean()
 
+    async def tidy(self) -> None:
+        """Remove what nobody needs any more of what it has in the state directory. Instead of `start`."""
+        if self._notes.is_dir():
+            await self.find_outers()
+            await self._clean()
+            await self.unmount()
+
     async def _clean(self) -> None:
         """Remove what an earlier node left of sandboxes that are gone. None is made before this returns."""
         alive = set(await self.found())
@@ -133,9 +142,9 @@ class MachineBackend(HostedBackend):
                 if cut is not None:
                     handle = await self._boot(sandbox_id, spec, shape, cut)
                 else:
-                    kind = kind_of(spec, template)
-                    self._kinds[kind] = spec, shape
                     handle = await self._of_template(sandbox_id, spec, shape)
+                    kind, kinds = kind_of(spec, template), self.machine_slots.kinds
+                    self._kinds = {other: self._kinds[other] for other in kinds} | {kind: (spec, shape)}
                     self.machine_slots.used(kind, sandbox_id)
                 try:
                     await handle.go_on_inside()
@@ -253,10 +262,14 @@ class MachineBackend(HostedBackend):
             raise
         return handle
 
-    async def warm_up(self, handle: MachineHandle) -> None:
-        """Start a program in a clone that is to wait, and see its end. One whose image has no shell has failed to."""
+    async def warm_up(self, handle: MachineHandle, process_id: str = WARM_ID, script: str = ":") -> None:
+        """Run a script in a machine that nobody has yet, and see its end. Without a shell in its image it fails."""
         start = wire.Start(
-            process_id=WARM_ID, argv=("/bin/sh", "-c", ":"), user="root", flags=wire.StartFlag.FOLLOW, spool_bytes=65536
+            process_id=process_id,
+            argv=("/bin/sh", "-c", script),
+            user="root",
+            flags=wire.StartFlag.FOLLOW,
+            spool_bytes=65536,
         )
         process = await handle.guest.start(start, None)
         async with asyncio.timeout(WARM_S):
@@ -332,7 +345,7 @@ class MachineBackend(HostedBackend):
         await asyncio.gather(
             guest.request(lambda tag: wire.frame(wire.Request.RESEED, tag, wire.blob(entropy))),
             guest.request(lambda tag: wire.configure(tag, hostname=handle.spec.hostname)),
-            handle.counting.count(),
+            handle.counting.count(WAKE_S),
         )
 
     async def adopt(self, sandbox_id: str, spec: SandboxSpec, template: Template) -> MachineHandle:
@@ -350,7 +363,7 @@ class MachineBackend(HostedBackend):
                 secret = serial.secret(self.host.state_dir, sandbox_id)
                 guest = await CountingGuest.open(await greeted(machine, secret, WAKE_S))
                 closing.append(guest.close)
-                await guest.count()
+                await guest.count(WAKE_S)
             except BaseException:
                 for close in reversed(closing):
                     close()
@@ -387,6 +400,12 @@ class MachineBackend(HostedBackend):
 
     async def unmount(self, digests: Iterable[str] | None = None) -> None:
         await self._stored.retry()
+        if digests is None:
+            await self._stored.drop_unneeded(self._is_needed)
+
+    def _is_needed(self, record: MemoryRecord) -> bool:
+        is_run = self.run_by.items() <= record.engine.items()
+        return is_run and all(map(self.host.images.has_layer, record.layers))
 
     async def close(self) -> None:
         await self.machine_slots.close()

@@ -55,9 +55,9 @@ class CountingGuest(GuestConnection):
         await self.request(start.encode, on_reply=register)
         return found[0]
 
-    async def count(self) -> wire.Counters:
+    async def count(self, within_s: float = COUNT_S) -> wire.Counters:
         """What the guest's kernel counts now."""
-        frame = await self.request(wire.counters, timeout_s=COUNT_S)
+        frame = await self.request(wire.counters, timeout_s=within_s)
         found = wire.decode_counters(frame.body)
         self.oom_kills = max(self.oom_kills, found.oom_kills)
         return found

@@ -228,18 +228,18 @@ class MachineHandle(HostedHandle):
 
     # files and memory
 
-    async def cut(self, name: str) -> None:
+    async def cut(self, name: str, copies: int = 0) -> None:
         """See `Handle.cut`. Of a guest that runs, its files as they are then; of a frozen one, what its disk has."""
         async with self._turn:
             if self._is_frozen:
-                await self.outer.cut(name)
+                await self.outer.cut(name, copies)
                 return
             await self.sync()  # most of it while its programs run
             async with self.held():
                 await self.sync()
                 await self.machine.stop()
                 try:
-                    await self.outer.cut(name)
+                    await self.outer.cut(name, copies)
                 finally:
                     await finished(self._insist(self.machine.cont))
 
@@ -284,9 +284,11 @@ class MachineHandle(HostedHandle):
         """
         raise NotImplementedError
 
-    async def dump(self, target: Path, *, keep: bool) -> MemoryRecord:
+    async def dump(self, target: Path, *, keep: bool, cut: str | None = None) -> MemoryRecord:
         if shutil.disk_usage(target.parent).free < self.stats().memory_bytes + FREE_BYTES_MIN:
             raise _no_room(self.sandbox_id)
+        if cut is not None:
+            await self.cut(cut)
         async with self._turn:
             return await finished(self._dump(target, keep=keep, with_disk=self.shape.stores_disk))
 

@@ -57,6 +57,12 @@ class Links:
         """Remove a layer that no outer uses; one that is not there needs nothing."""
         shutil.rmtree(self._root / name, ignore_errors=True)
 
+    def set_aside(self, name: str) -> Path:
+        """Take a layer that no outer uses away under its name; returns what is to be removed of it. Does not block."""
+        part = self._root / f"{name}.{secrets.token_hex(4)}{_PART}"
+        (self._root / name).rename(part)
+        return part
+
     def names(self) -> list[str]:
         """Of all layers that are there."""
         if not self._root.exists():

@@ -138,6 +138,16 @@ class MachineSlots:
         self._creates -= 1
         self._wanted.set()
 
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """Those of which a slot may be made."""
+        return frozenset(self._used_at)
+
+    @property
+    def is_creating(self) -> bool:
+        """A create is under way, or a slot is being filled."""
+        return self._creates > 0 or self._is_filling
+
     async def close(self) -> None:
         """Fill no more. Those that are there stay, unknown to the next node, which removes them."""
         if self._filler is not None:

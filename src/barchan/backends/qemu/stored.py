@@ -6,9 +6,12 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakValueDictionary
+
+import msgspec
 
 from barchan.backends.hosted.outer import HostLayer
 from barchan.backends.qemu.links import Links
@@ -16,15 +19,19 @@ from barchan.backends.qemu.machine import DISK, MEMORY, RAM_PATH, STATE, STATE_P
 from barchan.backends.qemu.shape import Shape
 from barchan.core.finished import finished
 from barchan.errors import BarchanError
+from barchan.model.snapshot import MemoryRecord
+from barchan.snapshot.memory_file import RECORD
 
 TEMPLATES_BYTES_MAX = 4 << 30  # of templates' memory on disk; of the least used ones it is removed beyond that
 TEMPLATES_MAX = 32
-_ONCE = "memory-"
+_ONCE, _TEMPLATE = "memory-", "template-"
+_PART = ".part"
 Drop = Callable[[str], Awaitable[bool]]
 
 
 class Stored:
-    """Memory directories of one backend as layers of outers.
+    """Memory directories of one backend as layers of outers. Those of templates are caches: one goes when its image
+    has, or when there are too many.
 
     Args:
         root: A directory of its own.
@@ -35,7 +42,7 @@ class Stored:
         self._root = root
         self._links = links
         self._drop = drop
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
         self._takers: Counter[str] = Counter()
         self._refused: set[str] = set()  # layers of sandboxes that are gone, which the supervisor has not let go yet
 
@@ -61,7 +68,7 @@ class Stored:
     def part(self, key: str) -> Path:
         """A path for a memory directory that is to become a template's; not yet made."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return self._root / f"{key}.{os.getpid()}-{time.monotonic_ns()}.part"
+        return self._root / f"{key}.{os.getpid()}-{time.monotonic_ns()}{_PART}"
 
     def keep(self, part: Path, key: str) -> None:
         """It is whole: from now on it is the template's, and the newest."""
@@ -74,7 +81,7 @@ class Stored:
         if not directory.exists():
             return None
         await asyncio.to_thread(os.utime, directory)
-        return await asyncio.to_thread(self._layer, f"template-{key}", directory, shape)
+        return await asyncio.to_thread(self._layer, _TEMPLATE + key, directory, shape)
 
     async def once(self, sandbox_id: str, memory: Path, shape: Shape) -> HostLayer:
         """The layer of a memory directory for one sandbox, which keeps it until `left`.
@@ -112,18 +119,43 @@ class Stored:
 
     async def clean(self, alive: set[str]) -> None:
         """Before anything is made: remove what nobody uses, of sandboxes that are gone and of makers that died."""
-        for path in await asyncio.to_thread(lambda: list(self._root.glob("*.part"))):
+        for path in await asyncio.to_thread(lambda: list(self._root.glob(f"*{_PART}"))):
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
         await asyncio.to_thread(self._links.clean)
         owners = set(map(_once, alive))
         for name in await asyncio.to_thread(self._links.names):
-            if name.startswith(_ONCE) and _owner(name) not in owners:
+            is_left = name.startswith(_TEMPLATE) and not self.directory(name.removeprefix(_TEMPLATE)).exists()
+            if is_left or (name.startswith(_ONCE) and _owner(name) not in owners):
                 await self._remove_once(name)
+
+    async def drop_unneeded(self, is_needed: Callable[[MemoryRecord], bool]) -> list[str]:
+        """Remove templates' memory that no new machine can come from; returns their keys.
+
+        Args:
+            is_needed: Whether the image that a machine was stored with, and what ran it, are there still.
+        """
+        records = await asyncio.to_thread(self._records)
+        return await self._remove([key for key, record in records.items() if record is None or not is_needed(record)])
+
+    def _records(self) -> dict[str, MemoryRecord | None]:
+        """Of all templates' memory, by key; None: it can't be read, and so be of no use."""
+        found: dict[str, MemoryRecord | None] = {}
+        for path in self._root.iterdir() if self._root.exists() else ():
+            if path.suffix != _PART:
+                try:
+                    found[path.name] = msgspec.json.decode((path / RECORD).read_bytes(), type=MemoryRecord)
+                except (OSError, msgspec.MsgspecError):
+                    found[path.name] = None
+        return found
 
     async def shrink(self) -> list[str]:
         """Remove templates' memory that is beyond the bounds and that no machine uses; returns their keys."""
+        return await self._remove(await asyncio.to_thread(self._beyond))
+
+    async def _remove(self, keys: Iterable[str]) -> list[str]:
+        """Those that nobody uses or is about to; returns their keys."""
         removed = []
-        for key in await asyncio.to_thread(self._beyond):
+        for key in keys:
             if not self._takers[key] and not self.turn(key).locked():
                 async with self.turn(key):
                     if await self._remove_template(key):
@@ -131,7 +163,7 @@ class Stored:
         return removed
 
     async def _remove_template(self, key: str) -> bool:
-        name = f"template-{key}"
+        name = _TEMPLATE + key
         if not await self._drop(self._links.layer(name).name) or self._takers[key]:
             return False
         part = self.part(key)
@@ -144,7 +176,7 @@ class Stored:
         """Keys of those that are too many or too large, the least used first; the one used last is never among them."""
         found = []
         for path in self._root.iterdir() if self._root.exists() else ():
-            if path.suffix != ".part":
+            if path.suffix != _PART:
                 found.append((path.stat().st_mtime, path.name, _on_disk(path)))
         found.sort(reverse=True)
         total, beyond = 0, []

@@ -32,8 +32,9 @@ from barchan.model.node import Requirement
 from barchan.model.sandbox import SandboxSpec
 from barchan.wire import guest as wire
 
-BOOT_S = 300.0  # an emulated processor takes 20 to 60 s for a small Linux
-SETTLE_S = 90.0
+BOOT_S = 600.0  # an emulated processor takes 20 to 60 s for a small Linux, on a busy host five times as long
+SETTLE_S = 240.0  # which cloud-init may take, on an emulated processor
+STORE_S = 120.0  # for its memory and its disk, after the first boot
 HELP_AFTER_S = 10.0  # in which a guest may start our agent itself, once its QEMU agent answers
 MEMORY_MIB_MIN = 64
 SYSTEM_MIB = 192  # of the machine, for its own kernel and services: what programs may take is on top
@@ -41,7 +42,13 @@ OVERHEAD_MIB = 256  # what QEMU takes beside its guest's memory: itself, a scree
 SPARE_MIB = 128  # of the outer's disk, beside the guest's
 TCG = "tcg,tb-size=64,thread=multi"
 QGA_SOCKET = "/dev/shm/qga"
-SETTLED = "systemctl is-system-running --wait >/dev/null 2>&1 || sleep 2"
+# What udev finds takes drivers, which systemd does not wait for: a screen's resolution comes with one.
+SETTLED = "(systemctl is-system-running --wait || sleep 2; udevadm settle --timeout=120) >/dev/null 2>&1"
+# Some ask for an address when the system has been up for a while: copies of the machine have it, too.
+CONNECTED = """; for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do
+grep -q '^[^[:space:]]*[[:space:]]00000000' /proc/net/route && break
+sleep 2
+done"""
 PROCESS_ID = "barchan-settle"
 
 
@@ -56,6 +63,7 @@ class VmBackend(MachineBackend):
         own_kernel=True,
         fork=True,
         memory_snapshot=True,
+        shares_memory=True,
         warm=True,
         page_out=True,
         screen=True,
@@ -63,12 +71,13 @@ class VmBackend(MachineBackend):
         memory_mib_min=MEMORY_MIB_MIN,
         networks=frozenset({"none", "open", "allow"}),
         roots=frozenset({"plain", "capable"}),
+        bounds_root=False,
+        start_s_max=BOOT_S + SETTLE_S + STORE_S,
     )
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
         self._qemu: Qemu
-        self._seed: HostLayer
 
     def probe(self) -> Sequence[Requirement]:
         return requirements(self.host.state_dir)
@@ -79,7 +88,7 @@ class VmBackend(MachineBackend):
         if qemu is None:
             raise RequirementMissing("machines need QEMU (try: sudo barchan tools install qemu)")
         self._qemu = qemu
-        self._seed = await asyncio.to_thread(seed_layer, self.host.state_dir / self.name)
+        self.run_by = {"QEMU": qemu.version}
 
     async def shape(self, spec: SandboxSpec, template: Template, image: Sequence[Layer] | None = None) -> Shape:
         below = template.disk
@@ -92,6 +101,7 @@ class VmBackend(MachineBackend):
         own = below.above(spec.disk_mib)
         disk = f"/{Disk.file_at(own.depth)}"
         fresh = await asyncio.to_thread(self._fresh_disk, below, own)
+        seed = await asyncio.to_thread(seed_layer, self.host.state_dir / self.name, below.user_data or "")
         vcpus, memory_mib = max(1, math.ceil(spec.cpus)), spec.memory_mib + SYSTEM_MIB
         hardware = (
             *common(install.EMULATOR, install.FIRMWARE, TCG, vcpus, memory_mib),
@@ -109,7 +119,7 @@ class VmBackend(MachineBackend):
         )
         equal = [word for word in hardware if disk not in word]
         return Shape(
-            layers=(self._seed, HostLayer(f"qemu-{self._qemu.version}", self._qemu.root)),
+            layers=(seed, HostLayer(f"qemu-{self._qemu.version}", self._qemu.root)),
             hardware=hardware,
             boot=_boot(below),
             boot_layers=(fresh,),
@@ -118,7 +128,7 @@ class VmBackend(MachineBackend):
             stores_disk=True,
             image=template.layers if image is None else tuple(image),
             engine={
-                "QEMU": self._qemu.version,
+                **self.run_by,
                 "hardware": hashlib.sha256("\0".join(equal).encode()).hexdigest()[:16],
                 "acceleration": TCG.partition(",")[0],
             },
@@ -177,9 +187,11 @@ class VmBackend(MachineBackend):
     async def booted(self, handle: MachineHandle) -> None:
         """Its own services are up, or it has had its time."""
         flags = wire.StartFlag.FOLLOW
-        start = wire.Start(process_id=PROCESS_ID, argv=("/bin/sh", "-c", SETTLED), user="", flags=flags)
+        script = SETTLED if handle.spec.network == "none" else SETTLED + CONNECTED
+        start = wire.Start(process_id=PROCESS_ID, argv=("/bin/sh", "-c", script), user="", flags=flags)
         process = await handle.guest.start(start, None)
         await asyncio.wait({process.ended}, timeout=SETTLE_S)
+        await self.settle(handle)  # again: its services, cloud-init above all, may have given it another name meanwhile
         await handle.sync()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import struct
 from collections.abc import Sequence
 
@@ -13,7 +14,9 @@ from barchan.model.screen import PointerRequest, ScreenSize
 PNG_BYTES_MAX = 64 << 20
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 AXIS_MAX = 0x7FFF  # how far a tablet reaches, whatever the screen's size
-KEY_S = 0.03  # between keys: an emulated guest takes some time for each, and a keyboard's buffer holds few
+KEY_S = 0.03  # between keys: an emulated guest takes some time for each
+KEY_TAKEN_S = 2.0  # a keyboard's buffer holds few, and drops the rest: for so long a guest is waited for
+_KEYBOARD = re.compile(r"^ *1: ([0-9]{1,18})\r?$", re.MULTILINE)  # a PC's first interrupt line
 CLICK_S = 0.05  # between events of the mouse, of which a guest else would see only the last
 
 
@@ -46,12 +49,31 @@ class QemuScreen:
 
     async def press(self, chords: Sequence[Chord]) -> None:
         async with self._input:
+            takes = True  # whether this guest hears its keyboard by interrupts
             for number, chord in enumerate(chords):
                 if number:
                     await asyncio.sleep(KEY_S)
                 down = [_key(key, down=True) for key in chord]
                 up = [_key(key, down=False) for key in reversed(chord)]
+                before = await self._interrupts() if takes else 0
                 await self._send(down + up)
+                takes = takes and await self._taken(before + len(down) + len(up))
+
+    async def _taken(self, interrupts: int) -> bool:
+        """Wait until the guest has heard of so much; False: it does not. It is interrupted for each byte, so at least
+        once for a key down, and once for a key up.
+        """
+        for _ in range(round(KEY_TAKEN_S / KEY_S)):
+            if await self._interrupts() >= interrupts:
+                return True
+            await asyncio.sleep(KEY_S)
+        return False
+
+    async def _interrupts(self) -> int:
+        """Of its keyboard, so far; 0 where QEMU counts none."""
+        said = await self._machine.qmp.execute("human-monitor-command", command_line="info irq")
+        found = _KEYBOARD.search(str(said))
+        return int(found[1]) if found else 0
 
     async def point(self, asked: PointerRequest) -> None:
         async with self._input:
