@@ -13,11 +13,12 @@ GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TemplateKind = Literal["root", "disk"]  # a file system's root, or the disk of a machine
 NEEDS_LABEL = "barchan.needs"  # by which Dockerfiles and images of other tools say what they need
 NAMES_MAX = 100_000
-# Names that images get by what is in them, so that whoever needs the same again finds it:
+# Names that nobody has chosen; the first three say what is in them, so that whoever needs the same again finds it:
 BUILT_PREFIX = "prep-"  # what a recipe made
 MERGED_PREFIX = "merged-"  # layers of a long stack as one
 VERIFIER_PREFIX = "verify-"  # what a task's verifier installs
 ASLEEP_PREFIX = "asleep-"  # what a sandbox had written when it was hibernated; its node removes it
+FRESH_PREFIX = "snap-"  # a snapshot that nobody has named
 MADE_PREFIXES = (BUILT_PREFIX, MERGED_PREFIX, VERIFIER_PREFIX, ASLEEP_PREFIX)
 
 

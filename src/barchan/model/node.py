@@ -1,10 +1,13 @@
 """What a node says about itself."""
 
+import time
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from barchan.errors import Preempted
 from barchan.model.image import TemplateKind
+from barchan.model.lease import HolderId, LeaseEnd, LeasePhase, Preemption
 from barchan.model.sandbox import Env, Label, Name, Need
 from barchan.model.tiers import Waiting
 
@@ -42,6 +45,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         sandboxes_running: Those that have processes here; `sandboxes_paused` of them stand still.
         sandboxes_hibernated: Those that are on its disk, beside them.
         store: The URL of the blob store it has images from; empty: none.
+        start_s_max: What a create takes at most, with what only the first of its kind takes; by backend that runs.
     """
 
     node_id: str
@@ -62,6 +66,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     memory: NodeMemory | None = None
     sandboxes_paused: int = 0
     sandboxes_hibernated: int = 0
+    start_s_max: dict[str, float] = {}
 
 
 class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,15 +76,17 @@ class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         sandboxes_max: At once, with those on their way.
         memory_mib_max: Sum of the memory limits of those that are not on disk; what a wake adds may go beyond it.
         sandbox_s_max: Seconds that its sandboxes live, all added up; then they end, and no other starts.
+        tokens_max: Prompt and completion tokens of its rollouts, as its holders tell them; then likewise.
     """
 
     sandboxes_max: Annotated[int, Meta(ge=1)] | None = None
     memory_mib_max: Annotated[int, Meta(ge=1)] | None = None
     sandbox_s_max: Annotated[float, Meta(gt=0)] | None = None
+    tokens_max: Annotated[int, Meta(ge=1)] | None = None
 
 
 class LeaseUse(Struct, frozen=True, kw_only=True):
-    """What a lease has used of its budget: `sandboxes` and `memory_mib` now, `sandbox_s` since it was opened.
+    """What a lease has used of its budget: `sandboxes` and `memory_mib` now, the rest since it was opened.
 
     Those on disk take no memory.
     """
@@ -87,6 +94,7 @@ class LeaseUse(Struct, frozen=True, kw_only=True):
     sandboxes: int = 0
     memory_mib: int = 0
     sandbox_s: float = 0.0
+    tokens: int = 0
 
 
 class LeaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +105,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         labels: Of each of its sandboxes, where the sandbox has none of that name.
         priority: Higher ones start first where starts have to wait.
         waiting: Of each of its sandboxes that says nothing of it.
+        holder: Who will send beats; without it, whoever reads the response holds the lease for as long as that lasts.
     """
 
     lease_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -105,10 +114,18 @@ class LeaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
     budget: Budget | None = None
     waiting: Waiting | None = None
+    holder: HolderId | None = None
 
 
 class LeaseInfo(Struct, frozen=True, kw_only=True):
-    """A lease as its node has it. `holders`: connections that hold it now."""
+    """A lease as its node has it; wall time.
+
+    Attributes:
+        holders: Connections that hold it now, but for those whose beats stay away.
+        silent: Those.
+        beat_unix_s: The last beat of any.
+        ends_unix_s: When its sandboxes end, if nobody comes before.
+    """
 
     lease_id: str
     grace_s: float
@@ -117,6 +134,33 @@ class LeaseInfo(Struct, frozen=True, kw_only=True):
     budget: Budget | None = None
     used: LeaseUse = LeaseUse()
     holders: int = 1
+    phase: LeasePhase = "held"
+    silent: int = 0
+    beat_unix_s: float | None = None
+    ends_unix_s: float | None = None
+    preemption: Preemption | None = None
+    end: LeaseEnd | None = None
+
+    def dismissal(self) -> Preempted:
+        """What the holders of a preempted lease are told, and whoever asks for its sandboxes as they did."""
+        assert self.preemption is not None
+        told = self.preemption
+        until = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(told.until_unix_s))
+        name = f"run {self.labels['run']!r}" if "run" in self.labels else f"lease {self.lease_id}"
+        by = f" by {told.by}" if told.by else ""
+        if self.end is None:
+            now = f"its sandboxes stand still, as they are, and are kept until {until}"
+        elif self.end.cause == "resumed":
+            now = "its sandboxes went over to the run that goes on"
+        else:
+            now = f"its sandboxes were kept until {until}, and have ended"
+        return Preempted(
+            f"{name} was preempted{by}: {now} "
+            "(try: start the run again, with --resume and its folder, in code client.run(name, out=..., attach=True))",
+            lease_id=self.lease_id,
+            by=told.by,
+            until_unix_s=int(told.until_unix_s),
+        )
 
 
 class ImageInfo(Struct, frozen=True, kw_only=True):
@@ -180,6 +224,14 @@ class Killed(Struct, frozen=True, kw_only=True):
     """How many sandboxes a kill ended."""
 
     killed: int
+
+
+class Stopped(Struct, frozen=True, kw_only=True):
+    """What became of a node's sandboxes as it ended: how many ended, how many stay on its disk; so do its snapshots."""
+
+    ended: int
+    asleep: int
+    snapshots: int
 
 
 class Requirement(Struct, frozen=True, kw_only=True):

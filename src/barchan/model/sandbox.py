@@ -152,6 +152,10 @@ class ExecRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         max_output_bytes: Per stream; beyond it the head and the tail are kept, half each.
         stdin: Given whole, then end of file.
         platform: Run outside the guest's own memory and process limits, in a small leaf of the platform.
+        restrained: Neither it nor what it starts can have the kernel send it a SIGKILL, but by a limit. One that it
+            gets, without `oom_killed` or a hard processor limit, came from elsewhere: another user's program, or from
+            outside the sandbox. It gains no privileges, traces nothing, has no timers that send signals, and keeps its
+            processor limit. For programs of users that are not root.
     """
 
     argv: tuple[str, ...] | None = None
@@ -167,6 +171,7 @@ class ExecRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     rlimits: dict[str, tuple[Limit, Limit]] = {}
     merge_stderr: bool = False
     platform: bool = False
+    restrained: bool = False
 
 
 class StartRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,6 +194,7 @@ class StartRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rlimits: dict[str, tuple[Limit, Limit]] = {}
     merge_stderr: bool = False
     platform: bool = False
+    restrained: bool = False
     pty: bool = False
     rows: Annotated[int, Meta(ge=1, le=1000)] = 24
     cols: Annotated[int, Meta(ge=1, le=1000)] = 80
@@ -296,8 +302,8 @@ class SandboxStats(Struct, frozen=True, kw_only=True):
     """Kernel counters of one sandbox.
 
     Attributes:
-        memory_peak_bytes, oom_kills: Since it was made, or came back from disk the last time.
-        cpu_s: Since it was made, or came from another node; some of what it takes to come back from disk is in it.
+        memory_peak_bytes, oom_kills, cpu_s: Since it was made, or came from another node; some of what it takes to
+            come back from disk is in them.
     """
 
     memory_bytes: int

@@ -48,10 +48,12 @@ Cause = Literal[
     # whoever drives the rollout: void
     "policy_error",
     "abandoned",
+    "budget_spent",
     # nobody's: cancelled
     "cancelled_user",
     "cancelled_stale",
     "cancelled_surplus",
+    "cancelled_group",
     # nobody knows: void
     "unknown",
 ]

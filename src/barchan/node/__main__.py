@@ -29,7 +29,7 @@ LIMITS = {
     "running_max": "live sandboxes at most (default: as memory lets)",
     "starting_max": "sandboxes made at once (default: 4 per processor)",
     "queued_max": "creates that may wait for their turn",
-    "warm": "sandboxes prepared ahead of their creates (default: 4 per processor; 0: none)",
+    "warm": "sandboxes prepared ahead of their creates (default: 4 per processor, at least 16; 0: none)",
 }
 
 

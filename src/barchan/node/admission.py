@@ -18,6 +18,7 @@ from barchan.node.density import pressure
 
 LAYER_IMAGES_MAX = 128  # each is checked against each
 REFUSED_FRESH_S = 0.01
+WARM_MIN = 16  # as many as a group of rollouts mostly has: all of a fork's children find one
 FRESH_S = 0.25  # reading the host costs 200 us; a quarter second is fresh enough for a reserve
 
 
@@ -28,7 +29,7 @@ def default_limits() -> Limits:
         starting_max=4 * cpus,
         queued_max=4096,
         running_max=min(30_000, max(16, pressure().memory_available_mib // 4)),
-        warm=4 * cpus,
+        warm=max(WARM_MIN, 4 * cpus),
     )
 
 
@@ -46,6 +47,8 @@ def check_spec(spec: SandboxSpec, memory_mib: int, cpus: int) -> None:
         )
     if (spec.network == "allow") != bool(spec.allow_hosts):
         raise InvalidSpec('allow_hosts goes with network="allow", and network="allow" needs at least one host')
+    if spec.workdir and (not spec.workdir.startswith("/") or "\0" in spec.workdir):
+        raise InvalidSpec(f"workdir={spec.workdir[:200]!r} is no absolute path: begin it with /, as /home/agent")
     if len(spec.layers) > LAYER_IMAGES_MAX:
         raise InvalidSpec(f"layers names {len(spec.layers)} images, more than {LAYER_IMAGES_MAX}")
 

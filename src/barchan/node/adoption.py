@@ -11,7 +11,7 @@ from barchan.backends.container.backend import ContainerBackend
 from barchan.backends.container.outer_ids import backend_of
 from barchan.errors import BarchanError, CapacityError, NotFound
 from barchan.image.store import ImageStore
-from barchan.node import hibernate
+from barchan.node import hibernate, kept_machines
 from barchan.node.journal import Row
 from barchan.node.live import Live
 
@@ -51,11 +51,15 @@ async def adopt_all(sandboxes: "Sandboxes") -> None:
             *(_discard(backend, sandbox_id) for sandbox_id in found - up),
         )
         adopted.append(backend)
+    sandboxes.tasks.spawn(kept_machines.tidy(sandboxes))
     for backend in adopted:  # a container's zygote may be needed by another backend's sandbox
         backend.adopted()
     for sandbox_id, names in images.items():
         if sandbox_id in sandboxes.live:
             sandboxes.live[sandbox_id].rest.images = names
+    for live in list(sandboxes.live.values()):
+        if live.spec.lease_id is not None and live.spec.lease_id not in sandboxes.leases:
+            sandboxes.expire(live, "lease_ended")  # which the node before had no time, or room, to do
     for row in rows.values():
         if row.sandbox_id not in sandboxes.live:
             sandboxes.journal.end(row.sandbox_id, "lost", "node_lost")
@@ -97,7 +101,7 @@ async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
     """Take one sandbox over. One that can't be served any more is lost; the others are not."""
     live = Live(row.sandbox_id, row.spec, row.template, row.created_unix_s)
     live.rest.own_layers, live.rest.is_published = row.own_layers, row.is_published
-    live.rest.cpu_before_s = row.cpu_before_s
+    live.rest.before = row.before
     frozen_s = 0.0 if row.since_unix_s is None else max(0.0, time.time() - row.since_unix_s)
     try:
         async with asyncio.timeout(ADOPT_S):
@@ -105,6 +109,7 @@ async def _adopt(sandboxes: "Sandboxes", backend: Backend, row: Row) -> None:
             await live.handle.thaw(frozen_s)  # the node before may have died in the middle of a pause
             await sandboxes.finish_boot(live, row.awake_s)
             await live.handle.guest.watch_running()
+            live.processes.found()
     except Exception as error:  # what one of them makes us stumble over must not keep the node from starting
         why = f"{error}" if isinstance(error, BarchanError | OSError) and f"{error}" else repr(error)
         sandboxes.journal.end(row.sandbox_id, "lost", f"node_lost: {why}")

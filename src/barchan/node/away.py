@@ -93,6 +93,7 @@ async def _send(sandboxes: "Sandboxes", live: Live, stored: Stored, store: BlobS
             frozen_s=stored.frozen_s,
             memory_bytes=stored.memory_bytes,
             ttl_left_s=None if live.expiry is None else max(0.001, live.expiry.left_s),
+            shell=stored.shell,
         ),
     )
 
@@ -229,6 +230,7 @@ async def _adopt(sandboxes: "Sandboxes", store: BlobStore, found: Hibernated, le
             own_layers=found.own_layers,
             frozen_s=found.frozen_s,
             memory_bytes=found.memory_bytes,
+            shell=found.shell,
         )
         sandboxes.journal.take(live.sandbox_id, spec, live.template, stored)
     except BaseException:

@@ -109,8 +109,8 @@ class Choosing:
         if backend is None:
             backend = self._idle[name] = backends.load(name, self._sandboxes)
         can = backend.capabilities
-        # Whether a host can store memory some know only when they have started.
-        can = can if running else replace(can, memory_snapshot=True)
+        if not running and can.memory_by_host:
+            can = replace(can, memory_snapshot=True)  # it may turn out so
         start_s, is_seen = self._starts.expected(name, can.isolation, template.digest)
         return Offer(
             name=name,

@@ -30,9 +30,10 @@ def pressure() -> Pressure:
 
 
 def awake_mib(sandboxes: "Sandboxes") -> int:
-    """The memory limits of all sandboxes that may use theirs now, added up."""
+    """The memory limits of all sandboxes that may use theirs now, added up, with what storing some takes beside."""
     awake = ("booting", "ready")
-    return sum(live.spec.memory_mib for live in sandboxes.live.values() if live.phase in awake)
+    everybody = sandboxes.live.values()
+    return sum(live.rest.storing_mib + (live.spec.memory_mib if live.phase in awake else 0) for live in everybody)
 
 
 def memory(sandboxes: "Sandboxes") -> NodeMemory:

@@ -29,6 +29,7 @@ KINDS = {"f": "file", "d": "directory", "l": "symlink", "c": "device", "b": "dev
 READY = "r"
 CHANGES = {"c": "created", "m": "modified", "d": "removed", "v": "moved", "o": "overflow"}
 CANNOT_START = 126  # an applet that can't become its user: the guest has changed its /etc/passwd
+DISK_FULL = " (try: remove files of the sandbox, or create it with more disk_mib)"
 LIST_BYTES_MAX = 256 << 20
 STREAM_SPOOL_BYTES = 1 << 20
 
@@ -183,7 +184,8 @@ def _raise_failed(process: GuestProcess, said: bytes, argv: tuple[str, ...]) -> 
     number, _, message = said.decode("utf-8", "replace").strip().partition(" ")
     if number.isdigit():
         cls = _CLASSES.get(int(number), InvalidSpec)
-        raise cls(f"{argv[0]}: {message or f'{argv[1]}: {os.strerror(int(number))}'}", errno=int(number))
+        hint = DISK_FULL if int(number) in (errno.EDQUOT, errno.ENOSPC) else ""
+        raise cls(f"{argv[0]}: {message or f'{argv[1]}: {os.strerror(int(number))}'}{hint}", errno=int(number))
     if os.WIFEXITED(ended.wstatus) and os.WEXITSTATUS(ended.wstatus) == CANNOT_START:
         raise GuestWrecked(f"{argv[0]} {argv[1]}: {said.decode('utf-8', 'replace').strip()}")
     raise BackendError(f"{argv[0]} {argv[1]} failed in the guest: {said[:200]!r}", wstatus=ended.wstatus)

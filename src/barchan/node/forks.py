@@ -125,7 +125,7 @@ class Forks:
 
     async def _taken(self, live: Live, asked: ForkRequest, cut: str) -> "Start":
         if asked.kind == "fs":
-            await live.handle.cut(cut)
+            await live.handle.cut(cut, asked.n)
             return from_cut(cut)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         return from_memory(await take(self._sandboxes, live, self._folder / cut, cut), cut)

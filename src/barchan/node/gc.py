@@ -6,6 +6,7 @@ from barchan.core.finished import finished
 from barchan.image.local import layer_infos
 from barchan.model.gc import GcReport, GcRequest
 from barchan.model.node import LayerInfo
+from barchan.node import kept_machines
 from barchan.node.sandboxes import Sandboxes
 
 
@@ -22,6 +23,7 @@ async def collect(sandboxes: Sandboxes, asked: GcRequest) -> GcReport:
     report = await finished(asyncio.to_thread(sandboxes.images.collect, asked, busy))
     if not asked.dry_run:
         await sandboxes.unmount()
+        await kept_machines.tidy(sandboxes)
     return report
 
 

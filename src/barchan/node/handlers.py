@@ -9,6 +9,7 @@ from aiohttp import web
 
 from barchan.errors import InvalidSpec
 from barchan.node.live import Live
+from barchan.node.replies import known
 from barchan.node.sandboxes import Sandboxes
 from barchan.wire.api import MSGPACK, ROUTES
 
@@ -30,11 +31,11 @@ class Handlers:
         try:
             return (as_msgpack if request.content_type == MSGPACK else as_json).decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidSpec(f"the body does not fit {name}: {error}") from error
+            raise InvalidSpec(f"the body does not fit {name}: {error}{known(as_json.type, str(error))}") from error
 
     @asynccontextmanager
     async def live(self, request: web.Request, *, attached: bool = False) -> AsyncIterator[Live]:
         """The request's sandbox, awake; inside, the request counts as one in flight, or as one that only listens."""
         live = self.sandboxes.get(request.match_info["sandbox_id"])
-        async with self.sandboxes.tiers.busy(live, attached=attached):
+        async with self.sandboxes.preempting.serving(live), self.sandboxes.tiers.busy(live, attached=attached):
             yield live

@@ -23,12 +23,12 @@ from barchan.image.template import Template
 from barchan.model.image import ASLEEP_PREFIX
 from barchan.model.node import SnapshotRequest
 from barchan.model.snapshot_info import SNAPSHOT_PREFIX
-from barchan.node import away, snapshots
+from barchan.node import away, memories, snapshots
 from barchan.node.journal import Row
 from barchan.node.late_memory import unpacked
 from barchan.node.live import Live
 from barchan.node.network import Network
-from barchan.node.rest import Stored
+from barchan.node.rest import Stored, Used
 from barchan.snapshot.pager.source import LATE_BYTES_MIN
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ class _Storing:
 
     async def dump(self) -> None:
         """Files and processes as they are; what was made of them is in `memory` and in a cut."""
-        await self._live.handle.cut(self.snapshot_id)
-        await self._live.handle.dump(self.memory, keep=True)
+        await memories.dump(self._sandboxes, self._live, self.memory, self.snapshot_id)
 
     async def pack(self) -> Template | None:
         """Make a file and an image of that; None, and it goes on meanwhile, when somebody waits for the sandbox."""
@@ -81,17 +80,17 @@ class _Storing:
         await self._live.handle.pack_cut(self.snapshot_id, target)
 
     async def tidy(self) -> None:
-        """What was only needed on the way."""
-        await self._backend.remove_cut(self.snapshot_id)
+        """What was only needed on the way; the cut last, for without a supervisor there is none to remove."""
         await asyncio.to_thread(shutil.rmtree, self.memory, ignore_errors=True)
+        await self._backend.remove_cut(self.snapshot_id)
 
     async def give_up(self) -> None:
         """Leave nothing, once what is under way has come to its end."""
         if self._packing is not None:
             await asyncio.gather(self._packing, return_exceptions=True)
-        await self.tidy()
         await asyncio.to_thread(self._sandboxes.shelf.remove, self.snapshot_id)
         await remove_image(self._sandboxes, self.image)
+        await self.tidy()
 
 
 async def store(sandboxes: "Sandboxes", live: Live, check: Callable[[], None]) -> None:
@@ -118,13 +117,15 @@ async def store(sandboxes: "Sandboxes", live: Live, check: Callable[[], None]) -
     except BaseException:
         sandboxes.tasks.spawn(storing.give_up())
         raise
+    stats = live.stats()
     stored = Stored(
         snapshot_id=storing.snapshot_id,
         template=template,
         own_layers=len(template.layers) - template.base_layers,  # some may have been merged
         frozen_s=frozen_s,
         memory_bytes=live.rest.memory_bytes,
-        cpu_s=live.stats().cpu_s,
+        used=Used(cpu_s=stats.cpu_s, oom_kills=stats.oom_kills, memory_peak_bytes=stats.memory_peak_bytes),
+        shell=live.defaults.shell,
     )
     if stored.memory_bytes >= LATE_BYTES_MIN:
         sandboxes.tasks.spawn(backend.pager.start())  # its way back will want it, and should not wait for its start
@@ -209,9 +210,11 @@ async def _take(sandboxes: "Sandboxes", live: Live, handle: Handle) -> None:
     else:
         live.equip(handle, is_new=False)
         await handle.guest.watch_running()
-        live.defaults.shell = sandboxes.shells.known(live)
+        live.processes.found()
+        stored = live.rest.stored
+        live.defaults.shell = (stored.shell if stored is not None else "") or sandboxes.shells.known(live)
     sandboxes.watch(live)
-    live.network = await Network.open(live.spec, handle, live.files, is_new=False)
+    live.network = await Network.open(live.spec, handle, live.files, live.denied, is_new=False)
 
 
 async def _part(live: Live, handle: Handle) -> None:
@@ -239,9 +242,11 @@ def _count(sandboxes: "Sandboxes", live: Live, stored: Stored) -> None:
             sandbox_id=live.sandbox_id,
         )
     template = replace(live.template, layers=stored.template.layers, size_bytes=stored.template.size_bytes)
-    sandboxes.journal.came_back(live.sandbox_id, template, stored.own_layers, stored.cpu_s)
+    kills = live.handle.stats().oom_kills  # a kernel of the guest's own came back with it, and goes on counting
+    before = replace(stored.used, oom_kills=max(0, stored.used.oom_kills - kills))
+    sandboxes.journal.came_back(live.sandbox_id, template, stored.own_layers, before)
     live.template, live.phase = template, "paused"
-    live.rest.cpu_before_s = stored.cpu_s
+    live.rest.before = before
     live.rest.own_layers, live.rest.stored = stored.own_layers, None
     sandboxes.tiers.stored -= 1
     sandboxes.holds.woke(live.sandbox_id)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
@@ -14,7 +15,8 @@ from barchan.errors import BackendError, BarchanError, Denied, InvalidSpec
 from barchan.image.store import image_info
 from barchan.model.gc import GcRequest
 from barchan.model.image import NameRequest, RebaseRequest
-from barchan.model.node import Killed, LeaseRequest
+from barchan.model.lease import LeaseBeat, PreemptRequest
+from barchan.model.node import Killed, LeaseRequest, Stopped
 from barchan.model.sandbox import ExecRequest, OutputChunk, SandboxSpec, StartRequest
 from barchan.node import gc, snapshots, upkeep
 from barchan.node.collect import Stream, encode_chunk, output_chunk
@@ -33,7 +35,9 @@ from barchan.wire.api import ROUTES, Awake, Empty, Signalled, StdinWritten
 
 HEARTBEAT_S = 5.0
 WAIT_S_MAX = 60.0
+LEFT = 499  # the status of what nobody reads any more; it is not sent
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_log = logging.getLogger(__name__)
 
 
 class Server(Handlers):
@@ -67,8 +71,13 @@ class Server(Handlers):
                 if STREAMING in request:
                     return _cut_off(request)
                 return reply(request, api.error_body(error), status=api.http_status(error))
-            except (asyncio.CancelledError, web.HTTPException, ConnectionError):
+            except (asyncio.CancelledError, web.HTTPException):
                 raise
+            except ConnectionError as error:
+                if request.transport is not None and not request.transport.is_closing():
+                    raise
+                _log.info("%s %s: its client has left: %s", request.method, request.raw_path, error)
+                return request.get(STREAMING) or web.Response(status=LEFT)
             except Exception as error:
                 asyncio.get_running_loop().call_exception_handler(
                     {"message": f"{request.method} {request.path} failed", "exception": error}
@@ -96,26 +105,45 @@ class Server(Handlers):
         return reply(request, upkeep.node_info(self.sandboxes, self._pid))
 
     async def node_shutdown(self, request: web.Request) -> web.StreamResponse:
-        await self.sandboxes.shutdown()
+        ended = await self.sandboxes.shutdown(keep=flag(request, "keep", default=False))
+        snapshots_ = len(await self.sandboxes.tree.listed({}))
         self._stop.set()
-        return reply(request, Empty())
+        return reply(request, Stopped(ended=ended, asleep=self.sandboxes.tiers.stored, snapshots=snapshots_))
 
     async def lease_hold(self, request: web.Request) -> web.StreamResponse:
         asked: LeaseRequest = await self.body(request, "lease_hold")
         lease = self.sandboxes.leases.hold(asked)
         try:
             response = await begin_stream(request)
-            while not lease.ended.is_set():
+            while not lease.dismissed.is_set():
                 await response.write(encode_chunk(lease.info(), packed=is_packed(request)))
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(lease.ended.wait(), HEARTBEAT_S)
+                    await asyncio.wait_for(lease.dismissed.wait(), HEARTBEAT_S)
+            if lease.preemption is not None:
+                await response.write(encode_chunk(lease.info(), packed=is_packed(request)))
             return response
         finally:
-            self.sandboxes.leases.release(lease)
+            self.sandboxes.leases.release(lease, asked.holder)
             self.sandboxes.touch()
 
     async def lease_list(self, request: web.Request) -> web.StreamResponse:
-        return reply(request, self.sandboxes.leases.list())
+        over = self.sandboxes.journal.leases_over() if flag(request, "ended", default=False) else []
+        return reply(request, [*over, *self.sandboxes.leases.list()])
+
+    async def lease_beat(self, request: web.Request) -> web.StreamResponse:
+        asked: LeaseBeat = await self.body(request, "lease_beat")
+        return reply(request, self.sandboxes.leases.beat(request.match_info["lease_id"], asked))
+
+    async def lease_preempt(self, request: web.Request) -> web.StreamResponse:
+        asked: PreemptRequest = await self.body(request, "lease_preempt")
+        lease_id = request.match_info["lease_id"]
+        self.sandboxes.leases.get(lease_id)  # NotFound is no stream yet
+        response = await begin_stream(request)
+        async with aclosing(self.sandboxes.preempting.preempt(lease_id, asked)) as done:
+            async for change in done:
+                await response.write(encode_chunk(change, packed=is_packed(request)))
+        await response.write_eof()
+        return response
 
     async def lease_end(self, request: web.Request) -> web.StreamResponse:
         return reply(request, Killed(killed=await self.sandboxes.end_lease(request.match_info["lease_id"])))
@@ -186,6 +214,9 @@ class Server(Handlers):
         async with self.live(request) as live:
             return reply(request, live.stats())
 
+    async def denials(self, request: web.Request) -> web.StreamResponse:
+        return reply(request, self.sandboxes.get(request.match_info["sandbox_id"]).denials())
+
     # processes
 
     async def exec(self, request: web.Request) -> web.StreamResponse:
@@ -197,9 +228,10 @@ class Server(Handlers):
         live = self.sandboxes.get(request.match_info["sandbox_id"])
         response: web.StreamResponse | None = None
         if flag(request, "again", default=False) and live.phase != "ready":
-            response = await begin_stream(request)
-            await response.write(encode_chunk(_awake(live), packed=is_packed(request)))
-            await self.sandboxes.tiers.until_woken(live)
+            async with self.sandboxes.preempting.serving(live):
+                response = await begin_stream(request)
+                await response.write(encode_chunk(_awake(live), packed=is_packed(request)))
+                await self.sandboxes.tiers.until_woken(live)
         async with self.live(request) as live:
             response = response or await begin_stream(request)
             while live.ending is None:
@@ -246,8 +278,9 @@ class Server(Handlers):
         response: web.StreamResponse | None = None
         live = self.sandboxes.get(request.match_info["sandbox_id"])
         if flag(request, "again", default=False) and live.phase != "ready":  # it only listens on: that wakes nothing
-            response = await begin_stream(request)
-            await self.sandboxes.tiers.until_woken(live)
+            async with self.sandboxes.preempting.serving(live):
+                response = await begin_stream(request)
+                await self.sandboxes.tiers.until_woken(live)
         is_idle = flag(request, "idle", default=False)
         async with self._process(request, attached=is_idle) as (live, process):
             spool = await process.add_reader(stream)
@@ -281,7 +314,9 @@ class Server(Handlers):
             try:
                 await live.handle.guest.request(lambda tag: wire.resize(tag, process.handle, asked.rows, asked.cols))
             except OSError as error:
-                raise InvalidSpec(f"process {process.process_id} has no terminal: {error.strerror}") from error
+                raise InvalidSpec(
+                    f"process {process.process_id} has no terminal: {error.strerror} (try: start it with pty=True)"
+                ) from error
             return reply(request, Empty())
 
 

@@ -1,10 +1,14 @@
 """Handlers for files in a sandbox."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from aiohttp import web
 
-from barchan.errors import BackendError
+from barchan.errors import BackendError, Conflict
 from barchan.node.collect import encode_chunk
 from barchan.node.handlers import Handlers
+from barchan.node.live import Live
 from barchan.node.replies import begin_stream, flag, guest_path, is_packed, number, reply
 from barchan.wire import api
 from barchan.wire.api import Empty
@@ -45,8 +49,33 @@ class FileHandlers(Handlers):
     async def tar_write(self, request: web.Request) -> web.StreamResponse:
         return await self._bytes_in(request, "tar-in")
 
-    async def _bytes_in(self, request: web.Request, operation: str, *operands: str) -> web.StreamResponse:
+    @asynccontextmanager
+    async def _changing(self, request: web.Request) -> AsyncIterator[Live]:
+        """As `live`, for whoever the sandbox belongs to: a client that was stopped, whose rollout another one has taken
+        over meanwhile, must not change what that one works with.
+
+        Raises:
+            Conflict: The request is made under a lease that the sandbox has left, or in an epoch that is over.
+        """
         async with self.live(request) as live:
+            lease_id = request.query.get("lease")
+            if lease_id is not None and lease_id != live.spec.lease_id:
+                raise Conflict(
+                    f"sandbox {live.sandbox_id} has gone over to another lease: whoever holds that goes on with it",
+                    sandbox_id=live.sandbox_id,
+                )
+            epoch = number(request, "epoch", live.files_epoch)
+            if epoch < live.files_epoch:
+                raise Conflict(
+                    f"the files of sandbox {live.sandbox_id} are changed in epoch {live.files_epoch} by now, and "
+                    f"not in {epoch}: whoever has that one goes on with it",
+                    sandbox_id=live.sandbox_id,
+                )
+            live.files_epoch = epoch
+            yield live
+
+    async def _bytes_in(self, request: web.Request, operation: str, *operands: str) -> web.StreamResponse:
+        async with self._changing(request) as live:
             path = guest_path(live, request, "path")
             await live.files.stream_in(
                 operation,
@@ -68,7 +97,7 @@ class FileHandlers(Handlers):
 
     async def file_mkdir(self, request: web.Request) -> web.StreamResponse:
         asked: api.MkdirRequest = await self.body(request, "file_mkdir")
-        async with self.live(request) as live:
+        async with self._changing(request) as live:
             await live.files.run(
                 "mkdir", live.processes.path(asked.path), oct(asked.mode)[2:], str(int(asked.parents)), user=asked.user
             )
@@ -76,14 +105,14 @@ class FileHandlers(Handlers):
 
     async def file_move(self, request: web.Request) -> web.StreamResponse:
         asked: api.MoveRequest = await self.body(request, "file_move")
-        async with self.live(request) as live:
+        async with self._changing(request) as live:
             source, target = live.processes.path(asked.source), live.processes.path(asked.target)
             await live.files.run("move", source, target, user=asked.user)
             return reply(request, Empty())
 
     async def file_remove(self, request: web.Request) -> web.StreamResponse:
         asked: api.RemoveRequest = await self.body(request, "file_remove")
-        async with self.live(request) as live:
+        async with self._changing(request) as live:
             await live.files.run("remove", live.processes.path(asked.path), str(int(asked.recursive)), user=asked.user)
             return reply(request, Empty())
 

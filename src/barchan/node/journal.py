@@ -21,10 +21,11 @@ from barchan.errors import (
     SandboxLost,
 )
 from barchan.image.template import Template
-from barchan.model.node import LeaseRequest
+from barchan.model.lease import Preemption
+from barchan.model.node import LeaseInfo, LeaseRequest
 from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec
 from barchan.node.database import Database
-from barchan.node.rest import Stored
+from barchan.node.rest import Stored, Used
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sandbox (
@@ -36,15 +37,27 @@ CREATE TABLE IF NOT EXISTS lease (id TEXT PRIMARY KEY, grace_s REAL NOT NULL) WI
 CREATE TABLE IF NOT EXISTS lease_terms (
     id TEXT PRIMARY KEY, request BLOB NOT NULL, sandbox_s REAL NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS lease_state (
+    id TEXT PRIMARY KEY, tokens BLOB, preemption BLOB
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS lease_over (
+    id TEXT PRIMARY KEY, ended_unix_s REAL NOT NULL, info BLOB NOT NULL
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sandbox_rest (
     id TEXT PRIMARY KEY, asleep_s REAL NOT NULL DEFAULT 0, since_unix_s REAL, is_asked INTEGER NOT NULL DEFAULT 0,
     stored BLOB, own_layers INTEGER NOT NULL DEFAULT 0, is_published INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS sandbox_used (id TEXT PRIMARY KEY, cpu_s REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sandbox_before (id TEXT PRIMARY KEY, used BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 ENDED_KEPT_S = 3600.0
+LEASES_KEPT_S = 86_400.0  # that are over: whoever looks for an abandoned run's sandboxes comes on the next morning
+LEASES_KEPT_MAX = 1000
 FORMAT = "1"
+_WHY = {
+    "lease_ended": ", for its client ended its lease, or was gone for longer than the grace time (barchan ps --runs)",
+    "budget": ", for the seconds or tokens of its lease's budget are used up (barchan ps --runs)",
+}
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -57,7 +70,7 @@ class Row(Struct, frozen=True, kw_only=True):
         stored: Where it is, hibernated.
         own_layers: How many of its template's layers, from the top, it has written itself.
         is_published: It is, or was, in the blob store, for other nodes to take.
-        cpu_before_s: Processor time that it had used when it came back from disk the last time.
+        before: What it had used when it came back from disk the last time.
     """
 
     sandbox_id: str
@@ -74,7 +87,7 @@ class Row(Struct, frozen=True, kw_only=True):
     stored: Stored | None = None
     own_layers: int = 0
     is_published: bool = False
-    cpu_before_s: float = 0.0
+    before: Used = Used()
 
     @property
     def awake_s(self) -> float:
@@ -86,7 +99,7 @@ class Row(Struct, frozen=True, kw_only=True):
     def error(self) -> BarchanError:
         """What whoever still wants the sandbox is told."""
         cause = self.end_cause or "ending"
-        text = f"sandbox {self.sandbox_id} has ended: {cause}"
+        text = f"sandbox {self.sandbox_id} has ended: {cause}{_WHY.get(cause, '')}"
         if self.phase == "lost":
             kind = BlobUnavailable if cause.startswith("blob_unavailable") else SandboxLost
             return kind(text, sandbox_id=self.sandbox_id, cause=cause)
@@ -110,6 +123,15 @@ class Row(Struct, frozen=True, kw_only=True):
         )
 
 
+class LeaseRow(Struct, frozen=True, kw_only=True):
+    """One lease as journalled. `tokens`: by holder; `sandbox_s`: of its ended sandboxes."""
+
+    terms: LeaseRequest
+    sandbox_s: float
+    tokens: dict[str, int] = {}
+    preemption: Preemption | None = None
+
+
 class Journal:
     """All methods are short and synchronous: tens of microseconds each.
 
@@ -120,6 +142,9 @@ class Journal:
         self._db = Database.open(path)
         self._ends: dict[str, tuple[Phase, str, float, float]] = {}  # not written yet
         self._uses: dict[str, float] = {}
+        self._tokens: dict[str, dict[str, int]] = {}
+        self._over: dict[str, tuple[float, bytes]] = {}
+        self._dropped: set[str] = set()  # leases
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=OFF")
         self._db.executescript(_SCHEMA)
@@ -171,6 +196,19 @@ class Journal:
         for lease_id, sandbox_s in list(self._uses.items()):
             self._db.execute("UPDATE lease_terms SET sandbox_s = ? WHERE id = ?", (sandbox_s, lease_id))
             del self._uses[lease_id]
+        for lease_id, tokens in list(self._tokens.items()):
+            self._db.execute(
+                "INSERT INTO lease_state (id, tokens) VALUES (?, ?) "
+                "ON CONFLICT (id) DO UPDATE SET tokens = excluded.tokens",
+                (lease_id, msgspec.json.encode(tokens)),
+            )
+            del self._tokens[lease_id]
+        for lease_id, over in list(self._over.items()):
+            self._db.execute("INSERT OR REPLACE INTO lease_over VALUES (?, ?, ?)", (lease_id, *over))
+            del self._over[lease_id]
+        for lease_id in list(self._dropped):
+            self._lease_remove(lease_id)
+            self._dropped.discard(lease_id)
 
     def _settle_quietly(self) -> None:
         with suppress(CapacityError, BackendError):  # the sweep tries again, and says so
@@ -179,8 +217,13 @@ class Journal:
     def prune(self) -> None:
         """Forget what ended long ago."""
         self._db.execute("DELETE FROM sandbox WHERE ended_unix_s < ?", (time.time() - ENDED_KEPT_S,))
-        for table in ("sandbox_rest", "sandbox_used"):
+        for table in ("sandbox_rest", "sandbox_before"):
             self._db.execute(f"DELETE FROM {table} WHERE id NOT IN (SELECT id FROM sandbox)")
+        self._db.execute(
+            "DELETE FROM lease_over WHERE ended_unix_s < ? OR id NOT IN "
+            "(SELECT id FROM lease_over ORDER BY ended_unix_s DESC LIMIT ?)",
+            (time.time() - LEASES_KEPT_S, LEASES_KEPT_MAX),
+        )
 
     def pause(self, sandbox_id: str, *, is_asked: bool) -> None:
         """It has stopped, with its memory kept."""
@@ -224,7 +267,7 @@ class Journal:
     def take(self, sandbox_id: str, spec: SandboxSpec, template: Template, stored: Stored) -> None:
         """A sandbox of another node came from the blob store, on disk; it may have been here before."""
         with self._db:
-            for table in ("sandbox", "sandbox_rest", "sandbox_used"):
+            for table in ("sandbox", "sandbox_rest", "sandbox_before"):
                 self._db.execute(f"DELETE FROM {table} WHERE id = ?", (sandbox_id,))
             self._begin(sandbox_id, spec, template)
             self._set_phase(sandbox_id, "hibernated")
@@ -238,19 +281,22 @@ class Journal:
         with self._db:
             self._wake(sandbox_id)
 
-    def came_back(self, sandbox_id: str, template: Template, own_layers: int, cpu_s: float) -> None:
+    def came_back(self, sandbox_id: str, template: Template, own_layers: int, before: Used) -> None:
         """It is about to run again: where it was stored does not count any more.
 
         Args:
             template: What it is made of from now on, with `own_layers` of its own.
-            cpu_s: Processor time that it has used before.
+            before: What it has used before.
         """
         with self._db:
             self._db.execute(
                 "UPDATE sandbox SET template = ? WHERE id = ?", (msgspec.json.encode(template), sandbox_id)
             )
             self._db.execute("UPDATE sandbox_rest SET own_layers = ? WHERE id = ?", (own_layers, sandbox_id))
-            self._db.execute("INSERT OR REPLACE INTO sandbox_used (id, cpu_s) VALUES (?, ?)", (sandbox_id, cpu_s))
+            self._db.execute(
+                "INSERT OR REPLACE INTO sandbox_before (id, used) VALUES (?, ?)",
+                (sandbox_id, msgspec.json.encode(before)),
+            )
             self._wake(sandbox_id)
 
     def _wake(self, sandbox_id: str) -> None:
@@ -282,10 +328,18 @@ class Journal:
         self._db.execute("UPDATE sandbox SET spec = ? WHERE id = ?", (msgspec.json.encode(spec), sandbox_id))
 
     def lease_save(self, lease_id: str, request: LeaseRequest) -> None:
-        self._db.execute("INSERT OR REPLACE INTO lease VALUES (?, ?)", (lease_id, request.grace_s))
-        self._db.execute(
-            "INSERT OR REPLACE INTO lease_terms (id, request) VALUES (?, ?)", (lease_id, msgspec.json.encode(request))
-        )
+        """A new one; nothing of an earlier one of its id counts any more."""
+        with self._db:
+            self._lease_remove(lease_id)
+            self._db.execute("INSERT INTO lease VALUES (?, ?)", (lease_id, request.grace_s))
+            self._db.execute(
+                "INSERT INTO lease_terms (id, request) VALUES (?, ?)", (lease_id, msgspec.json.encode(request))
+            )
+        self._dropped.discard(lease_id)
+
+    def _lease_remove(self, lease_id: str) -> None:
+        for table in ("lease", "lease_terms", "lease_state"):
+            self._db.execute(f"DELETE FROM {table} WHERE id = ?", (lease_id,))
 
     def lease_use(self, lease_id: str, sandbox_s: float) -> None:
         """The seconds of a lease's ended sandboxes; those of live ones follow from when they were created. Never fails,
@@ -294,21 +348,54 @@ class Journal:
         self._uses[lease_id] = sandbox_s
         self._settle_quietly()
 
-    def lease_drop(self, lease_id: str) -> None:
-        self._db.execute("DELETE FROM lease WHERE id = ?", (lease_id,))
-        self._db.execute("DELETE FROM lease_terms WHERE id = ?", (lease_id,))
+    def lease_tokens(self, lease_id: str, tokens: dict[str, int]) -> None:
+        """What its holders have used. Written by the next `settle`: at worst a node that is killed at that moment hears
+        it again with the next beat.
+        """
+        self._tokens[lease_id] = tokens
 
-    def leases(self) -> dict[str, tuple[LeaseRequest, float]]:
-        """Each lease's request and the seconds of its ended sandboxes. One without a request is plain."""
+    def lease_preempt(self, lease_id: str, preemption: Preemption) -> None:
+        self._db.execute(
+            "INSERT INTO lease_state (id, preemption) VALUES (?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET preemption = excluded.preemption",
+            (lease_id, msgspec.json.encode(preemption)),
+        )
+
+    def lease_drop(self, lease_id: str, over: LeaseInfo) -> None:
+        """It has ended; how is kept for a while. Never fails, as `end`."""
+        assert over.end is not None
+        self._tokens.pop(lease_id, None)
+        self._uses.pop(lease_id, None)
+        self._over[lease_id] = (over.end.at_unix_s, msgspec.json.encode(over))
+        self._dropped.add(lease_id)
+        self._settle_quietly()
+
+    def leases_over(self) -> list[LeaseInfo]:
+        """Those that have ended of late, the latest last."""
+        self._settle_quietly()
+        found = self._db.execute("SELECT info FROM lease_over ORDER BY ended_unix_s")
+        return [msgspec.json.decode(info, type=LeaseInfo) for (info,) in found]
+
+    def lease_over(self, lease_id: str) -> LeaseInfo | None:
+        """One that has ended of late."""
+        self._settle_quietly()
+        found = self._db.execute("SELECT info FROM lease_over WHERE id = ?", (lease_id,)).fetchone()
+        return msgspec.json.decode(found[0], type=LeaseInfo) if found else None
+
+    def leases(self) -> dict[str, LeaseRow]:
+        """By their ids. One without a request is plain."""
         found = self._db.execute(
-            "SELECT lease.id, grace_s, request, sandbox_s FROM lease LEFT JOIN lease_terms USING (id)"
+            "SELECT lease.id, grace_s, request, sandbox_s, tokens, preemption FROM lease "
+            "LEFT JOIN lease_terms USING (id) LEFT JOIN lease_state USING (id)"
         )
         return {
-            lease_id: (
-                msgspec.json.decode(request, type=LeaseRequest) if request else LeaseRequest(grace_s=grace_s),
-                sandbox_s or 0.0,
+            lease_id: LeaseRow(
+                terms=msgspec.json.decode(request, type=LeaseRequest) if request else LeaseRequest(grace_s=grace_s),
+                sandbox_s=sandbox_s or 0.0,
+                tokens=msgspec.json.decode(tokens, type=dict[str, int]) if tokens else {},
+                preemption=msgspec.json.decode(preemption, type=Preemption) if preemption else None,
             )
-            for lease_id, grace_s, request, sandbox_s in found
+            for lease_id, grace_s, request, sandbox_s, tokens, preemption in found
         }
 
     def _one(self, where: str, value: str) -> Row | None:
@@ -318,9 +405,9 @@ class Journal:
     def _rows(self, where: str, *values: str) -> list[Row]:
         query = (
             "SELECT sandbox.id, spec, template, phase, created_unix_s, create_ms, ended_unix_s, end_cause, "
-            "asleep_s, since_unix_s, is_asked, stored, own_layers, is_published, cpu_s "
+            "asleep_s, since_unix_s, is_asked, stored, own_layers, is_published, used "
             "FROM sandbox LEFT JOIN sandbox_rest ON sandbox_rest.id = sandbox.id "
-            "LEFT JOIN sandbox_used ON sandbox_used.id = sandbox.id " + where
+            "LEFT JOIN sandbox_before ON sandbox_before.id = sandbox.id " + where
         )
         return [self._row(found) for found in self._db.execute(query, values)]
 
@@ -343,5 +430,5 @@ class Journal:
             stored=msgspec.json.decode(found[11], type=Stored) if found[11] else None,
             own_layers=found[12] or 0,
             is_published=bool(found[13]),
-            cpu_before_s=found[14] or 0.0,
+            before=msgspec.json.decode(found[14], type=Used) if found[14] else Used(),
         )

@@ -8,8 +8,10 @@ from msgspec.structs import replace
 from barchan.backends.base import Handle
 from barchan.errors import BackendError, BarchanError, NotFound, SandboxExpired
 from barchan.image.template import Template
+from barchan.model.denials import Denials
 from barchan.model.sandbox import Phase, SandboxInfo, SandboxSpec, SandboxStats
 from barchan.node.clock import Clock, Timer
+from barchan.node.denied import Denied
 from barchan.node.files import Files
 from barchan.node.network import Network
 from barchan.node.processes import SHELL_NAMES, Defaults, Processes
@@ -45,6 +47,8 @@ class Live:
         self.processes: Processes
         self.files: Files
         self.network: Network | None = None
+        self.denied = Denied()
+        self.files_epoch = 0  # the highest in which somebody changed its files
         self.expiry: Timer | None = None
 
     def let_go(self) -> None:
@@ -72,9 +76,12 @@ class Live:
         self.files = Files(handle, self.processes, self.defaults)
 
     def stats(self) -> SandboxStats:
-        """The kernel's counters, with the processor time that it had used before it was on disk."""
-        stats = self.handle.stats()
-        return replace(stats, cpu_s=stats.cpu_s + self.rest.cpu_before_s)
+        """The kernel's counters, with what it had used before it was on disk."""
+        return self.rest.before.and_then(self.handle.stats())
+
+    def denials(self) -> Denials:
+        """What it was refused."""
+        return self.denied.told(self.handle.guest.processes.values() if self.is_equipped else ())
 
     def failure(self, error: BaseException) -> BarchanError:
         """What a create that ended so is told."""

@@ -13,8 +13,9 @@ from msgspec import Struct
 
 from barchan.backends.base import Backend, Handle
 from barchan.core.finished import finished
-from barchan.errors import InvalidSpec, RequirementMissing
+from barchan.errors import CapacityError, InvalidSpec, RequirementMissing
 from barchan.model.snapshot import MemoryRecord
+from barchan.node.density import pressure
 from barchan.node.live import Live
 from barchan.node.processes import APPLET_PREFIX
 from barchan.snapshot.pager.link import PagerLink
@@ -70,8 +71,7 @@ async def _take(sandboxes: "Sandboxes", live: Live, directory: Path, cut: str) -
             raise
         live.clock.stop()
     try:
-        await live.handle.cut(cut)
-        record = await live.handle.dump(directory, keep=True)
+        record = await dump(sandboxes, live, directory, cut)
         await finished(asyncio.to_thread(make_readable, directory))
         return Taken(directory=directory, record=record, frozen_s=time.monotonic() - began)
     finally:
@@ -79,6 +79,26 @@ async def _take(sandboxes: "Sandboxes", live: Live, directory: Path, cut: str) -
             await asyncio.shield(live.handle.thaw(time.monotonic() - began))
             live.clock.go_on()
             sandboxes.journal.wake(live.sandbox_id)
+
+
+async def dump(sandboxes: "Sandboxes", live: Live, directory: Path, cut: str) -> MemoryRecord:
+    """`Handle.dump` of a sandbox that goes on; what that takes of the host's memory counts as asked for meanwhile.
+
+    Raises:
+        CapacityError: The host does not have it.
+    """
+    storing_mib = (await sandboxes.backend(live.spec.backend)).capabilities.storing_mib
+    if storing_mib and (available_mib := pressure().memory_available_mib) < storing_mib:
+        raise CapacityError(
+            f"the memory of {live.sandbox_id} can't be stored now: that may take {storing_mib} MiB more of the host's, "
+            f"and {available_mib} are available",
+            retry_after_ms=2000,
+        )
+    live.rest.storing_mib = storing_mib
+    try:
+        return await live.handle.dump(directory, keep=True, cut=cut)
+    finally:
+        live.rest.storing_mib = 0
 
 
 async def _end_file_operations(handle: Handle) -> None:
@@ -106,8 +126,14 @@ def check_files(backend: Backend, name: str) -> None:
 
 
 def check_backend(backend: Backend, name: str) -> None:
-    """Raise `RequirementMissing` unless it stores memory."""
-    if not backend.capabilities.memory_snapshot:
+    """Raise `RequirementMissing` where it stores memory on other hosts only, and `InvalidSpec` where on none."""
+    can = backend.capabilities
+    if not can.memory_snapshot and not can.memory_by_host:
+        raise InvalidSpec(
+            f"the {name} backend never stores the memory of its sandboxes: take one that does, or their files "
+            "(kind='fs')"
+        )
+    if not can.memory_snapshot:
         raise RequirementMissing(f"the {name} backend can't store memory on this host (try: barchan doctor)")
 
 

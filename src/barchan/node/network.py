@@ -3,22 +3,19 @@
 from contextlib import AsyncExitStack
 
 from barchan.backends.base import Handle
-from barchan.core.egress import EgressEvent
 from barchan.errors import BackendError
 from barchan.model.sandbox import SandboxSpec
+from barchan.node.denied import Denied
 from barchan.node.egress import EgressProxy, proxy_env
 from barchan.node.files import Files
 from barchan.node.open_network import RESOLV_CONF, OpenNetwork
 
-EVENTS_KEPT_MAX = 1000
-
 
 class Network:
-    """What serves one sandbox's network; `events` are the egress proxy's last decisions."""
+    """What serves one sandbox's network."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
-        self.events: list[EgressEvent] = []
 
     @staticmethod
     def env(spec: SandboxSpec, handle: Handle) -> dict[str, str]:
@@ -26,10 +23,13 @@ class Network:
         return proxy_env(handle.proxy_host) if spec.network == "allow" else {}
 
     @classmethod
-    async def open(cls, spec: SandboxSpec, handle: Handle, files: Files, *, is_new: bool = True) -> "Network | None":
+    async def open(
+        cls, spec: SandboxSpec, handle: Handle, files: Files, denied: Denied, *, is_new: bool = True
+    ) -> "Network | None":
         """Serve the network that `spec` asks for; None when it asks for none.
 
         Args:
+            denied: Hears what the egress proxy decides.
             is_new: Not one that comes back with its files as they were.
 
         Raises:
@@ -42,7 +42,7 @@ class Network:
             if spec.network == "allow":
                 if handle.listener is None:
                     raise BackendError("the backend gave no listener for the egress proxy")
-                await network._stack.enter_async_context(EgressProxy(handle.listener, spec.allow_hosts, network._event))
+                await network._stack.enter_async_context(EgressProxy(handle.listener, spec.allow_hosts, denied.note))
             else:
                 if handle.netns is None:
                     raise BackendError("the backend gave no network namespace")
@@ -53,10 +53,6 @@ class Network:
             await network.close()
             raise
         return network
-
-    def _event(self, event: EgressEvent) -> None:
-        self.events.append(event)
-        del self.events[:-EVENTS_KEPT_MAX]
 
     async def close(self) -> None:
         await self._stack.aclose()

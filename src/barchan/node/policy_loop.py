@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from barchan.core.density import Step, step
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
 
 TICK_S = 0.25
+SEEN_MAX = 2000  # in one tick, whether they are worth a look: 1 us each
+SEEN_AT_ONCE = 250  # between two turns of the event loop
 LOOKS_MAX = 200  # in one tick: some 100 us each of one without programs
 AT_ONCE = 5  # between two turns of the event loop
 MOVES_MAX = 64  # under way at once, of those that the policy has begun
@@ -29,6 +32,7 @@ class Policy:
     def __init__(self, sandboxes: "Sandboxes") -> None:
         self._sandboxes = sandboxes
         self._moving: set[str] = set()
+        self._at = 0  # where the next tick begins
 
     async def run(self) -> None:
         """For ever."""
@@ -42,7 +46,12 @@ class Policy:
     async def _tick(self) -> None:
         now = asyncio.get_running_loop().time()
         host = self._host()
-        candidates = [live for live in self._sandboxes.live.values() if self._is_due(live, now)]
+        candidates = []
+        for count, live in enumerate(self._next()):
+            if count % SEEN_AT_ONCE == SEEN_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            if self._is_due(live, now):
+                candidates.append(live)
         candidates.sort(key=lambda live: live.rest.look_at)
         facts = []
         for count, live in enumerate(candidates[:LOOKS_MAX]):
@@ -54,6 +63,13 @@ class Policy:
             self._moving.add(move.sandbox_id)
             self._sandboxes.tasks.spawn(self._move(move))
 
+    def _next(self) -> Sequence[Live]:
+        """Those whose turn it is: all, or where there are very many, some in each tick."""
+        everybody = list(self._sandboxes.live.values())
+        at = self._at if self._at < len(everybody) else 0
+        self._at = at + SEEN_MAX
+        return everybody[at : self._at]
+
     def _host(self) -> Host:
         reading = pressure()
         sandboxes = self._sandboxes
@@ -64,12 +80,19 @@ class Policy:
         )
 
     def _is_due(self, live: Live, now: float) -> bool:
-        """Worth a look, by what is known without asking the kernel."""
-        if live.ending is not None or live.requests or live.rest.waking is not None or live.rest.look_at > now:
+        """Worth a look, by what is known without asking the kernel; one that won't be for a while says until when."""
+        rest, waiting = live.rest, live.spec.waiting
+        if rest.look_at > now:
             return False
-        if live.sandbox_id in self._moving or not live.is_up or not live.spec.waiting.pause:
+        if live.phase == "hibernated" or not waiting.pause:
+            rest.look_at = now + LOOK_S_MAX
             return False
-        return now - live.last_used >= min(PAUSE_AFTER_S, live.spec.waiting.after_s or PAUSE_AFTER_S)
+        if live.ending is not None or live.requests or rest.waking is not None or not live.is_up:
+            return False
+        due_at = live.last_used + min(PAUSE_AFTER_S, waiting.after_s or PAUSE_AFTER_S)
+        if due_at > now:
+            rest.look_at = due_at
+        return due_at <= now and live.sandbox_id not in self._moving
 
     def _facts(self, live: Live, now: float, step_now: Step) -> Facts:
         rest, waited_s = live.rest, now - live.last_used
@@ -98,8 +121,8 @@ class Policy:
         """Whether they are at work for somebody, and whether there are any.
 
         Whoever waits for what they do has a request here, and they are not looked at. Programs that all wait for their
-        input do nothing, whoever listens to them. Of others, those that nobody listens to may be stopped once they have
-        used no processor for a while.
+        input do nothing, whoever listens to them. Of others, those that nobody listens to, or that wait for what only a
+        client can bring about, may be stopped once they have used no processor for a while.
         """
         rest, seen = live.rest, live.handle.activity()
         if not seen.has_programs:
@@ -108,8 +131,9 @@ class Policy:
             rest.cpu_s, rest.quiet_since = seen.cpu_s, now
         if seen.waits_for_client:
             return False, True
-        quiet_s = now - max(rest.quiet_since, live.last_used)
-        return bool(live.attached) or quiet_s < (live.spec.waiting.after_s or QUIET_S), True
+        is_heard = bool(live.attached) and not seen.waits_for_events
+        quiet_since = live.last_used if seen.waits_for_events else max(rest.quiet_since, live.last_used)
+        return is_heard or now - quiet_since < (live.spec.waiting.after_s or QUIET_S), True
 
     async def _move(self, move: Move) -> None:
         live = self._sandboxes.live.get(move.sandbox_id)

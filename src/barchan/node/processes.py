@@ -6,6 +6,7 @@ import resource
 import signal as signals
 import uuid
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from barchan.backends.base import Handle
 from barchan.backends.guest import GuestProcess
@@ -101,6 +102,8 @@ class Processes:
             flags |= StartFlag.MERGE
         if request.platform:
             flags |= StartFlag.PLATFORM
+        if request.restrained:
+            flags |= StartFlag.RESTRAINED
         inline = len(request.stdin) <= STDIN_INLINE_MAX
         if not inline:
             flags |= StartFlag.STDIN
@@ -139,14 +142,13 @@ class Processes:
         collector = Collector(request.max_output_bytes)
         process = await self._patient_start(start, collector)
         self._feed(process, request.stdin)
-        missed_s = self._clock.missed_s
         timer = self._clock.call_later(request.timeout_s, self._deadline, process, request.timeout_s)
         try:
             await collector.done
         finally:
             timer.cancel()
             process.remove_reader(collector)
-        return self._result(process, collector, self._clock.missed_s - missed_s)
+        return self._result(process, collector)
 
     async def start(self, request: StartRequest) -> ProcessInfo:
         """Start in the background."""
@@ -174,11 +176,33 @@ class Processes:
         until = self._guest.loop.time() + RECONNECT_WAIT_S
         while True:
             try:
-                return await self._guest.start(start, collector)
+                process = await self._guest.start(start, collector)
+                self._watch(process)
+                return process
             except ConnectionLost:
                 if self._guest.loop.time() > until:
                     raise
                 await asyncio.sleep(RECONNECT_LOOK_S)
+
+    def found(self) -> None:
+        """Programs that an earlier node has started are known by now."""
+        for process in self._guest.processes.values():
+            self._watch(process)
+
+    def _watch(self, process: GuestProcess) -> None:
+        """Count what of its time the platform has it asleep; repeating is harmless."""
+        if process.missed_from_s is None:
+            process.missed_from_s = self._clock.missed_s
+            process.ended.add_done_callback(partial(self._note_end, process))
+
+    def _note_end(self, process: GuestProcess, _ended: "asyncio.Future[wire.Exit]") -> None:
+        process.missed_until_s = self._clock.missed_s
+
+    def _missed_s(self, process: GuestProcess) -> float:
+        if process.missed_from_s is None:
+            return 0.0
+        until_s = self._clock.missed_s if process.missed_until_s is None else process.missed_until_s
+        return until_s - process.missed_from_s
 
     def _feed(self, process: GuestProcess, data: bytes) -> None:
         """Write a long stdin piece by piece beside the process."""
@@ -282,10 +306,10 @@ class Processes:
             signal=number,
             timed_out=process.timed_out,
             oom_killed=self._oom(process, code),
-            usage=usage_of(ended),
+            usage=usage_of(ended, self._missed_s(process)),
         )
 
-    def _result(self, process: GuestProcess, collector: Collector, missed_s: float) -> ExecResult:
+    def _result(self, process: GuestProcess, collector: Collector) -> ExecResult:
         ended = process.exit
         assert ended is not None
         code, number = exit_of(ended.wstatus)
@@ -305,7 +329,7 @@ class Processes:
             ),
             stdout_bytes=max(out.end, ended.stdout_end),
             stderr_bytes=max(err.end, ended.stderr_end),
-            usage=usage_of(ended, missed_s),
+            usage=usage_of(ended, self._missed_s(process)),
         )
 
     def _oom(self, process: GuestProcess, code: int) -> bool:
@@ -342,10 +366,11 @@ APPLET_PREFIX = "fs:"
 def _python(request: ExecRequest | StartRequest, warm: str) -> tuple[tuple[str, ...], bytes]:
     """The argument vector of a start in the warm interpreter, and the source."""
     has_pty = isinstance(request, StartRequest) and request.pty
-    if request.shell is not None or request.user is not None or request.rlimits or request.platform or has_pty:
+    has_limits = bool(request.rlimits) or request.restrained
+    if request.shell is not None or request.user is not None or has_limits or request.platform or has_pty:
         raise InvalidSpec(
             "the warm interpreter runs source as the sandbox's user, within the guest's limits and without a terminal: "
-            "python excludes shell, user, rlimits, platform and pty (try: exec)"
+            "python excludes shell, user, rlimits, restrained, platform and pty (try: exec)"
         )
     source = (request.python or "").encode("utf-8", "surrogateescape")
     return (warm, *(request.argv or ())), source + b"\n"
@@ -358,7 +383,7 @@ def exit_of(wstatus: int) -> tuple[int, int | None]:
     return os.WEXITSTATUS(wstatus), None
 
 
-def usage_of(ended: wire.Exit, missed_s: float = 0.0) -> Usage:
+def usage_of(ended: wire.Exit, missed_s: float) -> Usage:
     """What it used; `missed_s` of its wall time, by the guest's clock, the platform had it asleep."""
     return Usage(
         user_s=ended.utime_us / 1e6,

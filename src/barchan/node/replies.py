@@ -1,7 +1,11 @@
 """What handlers make of a request's query, and responses of values."""
 
+import re
+from typing import Any, get_args, get_type_hints
+
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from barchan.errors import InvalidSpec
 from barchan.node.live import Live
@@ -10,6 +14,19 @@ from barchan.wire.api import MSGPACK
 
 OFFSET_MAX = (1 << 63) - 1
 STREAMING = web.RequestKey("streaming", web.StreamResponse)
+
+
+_UNKNOWN = re.compile(r"unknown field `[^`]*`(?: - at `\$((?:\.\w+)*)`)?$")
+
+
+def known(kind: Any, error: str) -> str:
+    """The fields there are, where a body of that kind has an unknown one."""
+    found = _UNKNOWN.search(error)
+    for name in (found[1] or "").split(".")[1:] if found is not None else ():
+        kind = get_type_hints(kind).get(name)
+        kind = next((part for part in get_args(kind) if isinstance(part, type) and issubclass(part, Struct)), kind)
+    fields = getattr(kind, "__struct_fields__", ()) if found is not None else ()
+    return f" (there are: {', '.join(fields)})" if fields else ""
 
 
 def is_packed(request: web.Request) -> bool:

@@ -3,9 +3,28 @@
 import asyncio
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from barchan.image.template import Template
+from barchan.model.sandbox import SandboxStats
 from barchan.model.tiers import Tier
+
+
+class Used(Struct, frozen=True, kw_only=True):
+    """What a sandbox had used when it was on disk the last time: the kernel counts anew then, as `SandboxStats`."""
+
+    cpu_s: float = 0.0
+    oom_kills: int = 0
+    memory_peak_bytes: int = 0
+
+    def and_then(self, stats: SandboxStats) -> SandboxStats:
+        """All together, with what was counted since."""
+        return replace(
+            stats,
+            cpu_s=self.cpu_s + stats.cpu_s,
+            oom_kills=self.oom_kills + stats.oom_kills,
+            memory_peak_bytes=max(self.memory_peak_bytes, stats.memory_peak_bytes),
+        )
 
 
 class Stored(Struct, frozen=True, kw_only=True):
@@ -17,7 +36,8 @@ class Stored(Struct, frozen=True, kw_only=True):
         own_layers: How many of those, from the top, are its own.
         frozen_s: For how long its guest had stood still, by the guest's own clock, when it was stored.
         memory_bytes: What it took before.
-        cpu_s: Processor time it had used by then.
+        used: What it had used by then.
+        shell: What its shell commands are run by, so that one that is asked for again is the same; empty: not known.
     """
 
     snapshot_id: str
@@ -25,7 +45,8 @@ class Stored(Struct, frozen=True, kw_only=True):
     own_layers: int
     frozen_s: float
     memory_bytes: int
-    cpu_s: float = 0.0
+    used: Used = Used()
+    shell: str = ""
 
 
 class Rest:
@@ -42,13 +63,13 @@ class Rest:
         self.frozen_at = 0.0
         self.freed_bytes = 0
         self.memory_bytes = 0  # when it was last looked at, asleep
+        self.left_bytes = self.out_bytes = 0  # after the last page-out: that it took, and that were out
+        self.storing_mib = 0  # that it may take beside its limit, while its memory is stored
         self.refused = ""  # why it is not as far down as it was asked to be
         self.can_be_stored = True  # nobody has found out otherwise since it was last awake
         self.stored: Stored | None = None
         self.own_layers = 0  # of its template: what it had written when it was hibernated
-        self.cpu_before_s = (
-            0.0  # that it had used when it came back from disk the last time; the kernel counts anew then
-        )
+        self.before = Used()
         self.is_published = False  # it is, or was, in the blob store
         self.images: set[str] = set()  # that keep those
         self.idle_from = 0.0  # its idle time counts from here, if it was last used earlier
@@ -58,3 +79,8 @@ class Rest:
         self.judged_at: float | None = None  # when it was last used, as it was last looked at
         self.cpu_s = -1.0
         self.quiet_since = 0.0
+
+    @property
+    def is_stored(self) -> bool:
+        """It is on disk, and nobody is waking it."""
+        return self.stored is not None and self.waking is None

@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from barchan.node.leases import Leases, Over
 from barchan.node.live import Live, Shells, identity
 from barchan.node.network import Network
 from barchan.node.policy_loop import Policy
+from barchan.node.preempting import Preempting, hand_over
 from barchan.node.processes import HOST_FULL
 from barchan.node.setup import set_up
 from barchan.node.snapshot_tree import SnapshotTree
@@ -76,6 +78,7 @@ class Sandboxes:
         self.tree = SnapshotTree(self, state_dir / JOURNAL, state_dir / memories.FOLDER)
         self.leases = Leases(self.journal, self._lease_over)
         self.tiers = Tiers(self)
+        self.preempting = Preempting(self)
         self.choosing = Choosing(self)
         self.warm = WarmPool(self, Bounds.around(limits.warm))
         self.live: dict[str, Live] = {}
@@ -90,7 +93,8 @@ class Sandboxes:
         self.state_dir = state_dir
         self.started = time.monotonic()
         self._backends: dict[str, Backend] = {}
-        self._backend_locks: dict[str, asyncio.Lock] = {}
+        self.fallen: set[str] = set()  # whose supervisor died, and has left things behind
+        self.backend_turns = defaultdict[str, asyncio.Lock](asyncio.Lock)  # of whoever starts one
         self.shells = Shells()
         self.tasks = Tasks()
         self.lost: dict[str, BarchanError] = {}
@@ -102,14 +106,15 @@ class Sandboxes:
         await asyncio.to_thread(self.shelf.start)
         await adoption.adopt_all(self)
         await self.tree.start()
+        self.leases.begin()
+        self.preempting.go_on()
         self.tasks.spawn(upkeep.sweep(self))
         self.tasks.spawn(Policy(self).run())
         self.tasks.spawn(self.warm.run())
 
     async def backend(self, name: str) -> Backend:
         """The backend of this name, started on first use."""
-        lock = self._backend_locks.setdefault(name, asyncio.Lock())
-        async with lock:
+        async with self.backend_turns[name]:
             backend = self._backends.get(name)
             if backend is None:
                 backend = backends.load(name, self)
@@ -132,9 +137,9 @@ class Sandboxes:
         return backend is not None and backend.capabilities.memory_snapshot
 
     async def _watch_backend(self, name: str, backend: Backend) -> None:
-        """When the supervisor itself dies, its sandboxes died with it: say so, and start anew on the next create."""
+        """When the supervisor itself dies, its sandboxes died with it: say so, and start anew."""
         await backend.lost()
-        self._backends.pop(name, None)
+        is_wanted = self._backends.pop(name, None) is not None
         error = NodeLost(f"the supervisor of {name} sandboxes died, and they with it")
         for live in list(self.live.values()):
             if live.spec.backend == name and live.is_up:  # a create that is under way fails by itself
@@ -142,6 +147,8 @@ class Sandboxes:
                 self.lost[live.sandbox_id] = error
                 self._ended(live, Fact.INIT_DIED, "node_lost")
         await backend.close()
+        if is_wanted and name == "container":
+            await upkeep.start_again(self, name)
 
     def _blob_unavailable(self, sandbox_ids: Sequence[str], cause: str) -> None:
         """Bytes of their image can't be had, and they were stopped before they could see that: say why."""
@@ -171,10 +178,12 @@ class Sandboxes:
         self.tree.close()
         self.journal.close()
 
-    async def shutdown(self) -> None:
-        """End everything this node runs."""
-        await asyncio.gather(*(self.end(live, "node_shutdown") for live in list(self.live.values())))
+    async def shutdown(self, *, keep: bool = False) -> int:
+        """End everything this node runs, with `keep` but what lies on its disk; returns how many sandboxes ended."""
+        ending = [live for live in self.live.values() if not (keep and live.rest.is_stored)]
+        await asyncio.gather(*(self.end(live, "node_shutdown") for live in ending))
         await self.end_backends()
+        return len(ending)
 
     @property
     def is_occupied(self) -> bool:
@@ -184,6 +193,7 @@ class Sandboxes:
     async def end_backends(self) -> None:
         """End what holds sandboxes up, when none is left but those on disk."""
         await self.calls.close()
+        await upkeep.clear_fallen(self)
         backends_, self._backends = self._backends, {}
         for backend in backends_.values():
             await backend.shutdown()
@@ -211,7 +221,7 @@ class Sandboxes:
         await asyncio.shield(live.booted)
         if live.ending is not None:
             raise self._why_not(live.sandbox_id)
-        self._hand_over(live, spec)
+        hand_over(self, live, spec)
         try:
             await set_up(self, live)  # if the node was started again in the middle of that
         except SetupFailed as error:
@@ -269,19 +279,6 @@ class Sandboxes:
         live.maker = self.tasks.spawn(self._make(live, priority, start or self.choosing.start_plain))
         return live
 
-    def _hand_over(self, live: Live, spec: SandboxSpec) -> None:
-        """A sandbox whose lease nobody holds any more goes over to the lease of whoever asks for it again: its creator
-        was killed, and was started again before the grace time was over.
-        """
-        if spec.lease_id is not None and self.leases.is_abandoned(live.spec.lease_id):
-            self.leases.admit(spec.lease_id, live.sandbox_id, spec.memory_mib)
-            self.leases.started(spec.lease_id, live.sandbox_id)
-            self.leases.leave(live.spec.lease_id, live.sandbox_id)
-            live.spec = self.leases.labelled(spec, spec.lease_id)
-            self.journal.rehold(live.sandbox_id, live.spec)
-            if live.phase in ("paused", "hibernated"):
-                self.leases.stand_still(spec.lease_id, live.sandbox_id, on_disk=live.phase == "hibernated")
-
     async def _make(self, live: Live, priority: int, start: Start) -> None:
         began = time.monotonic()
         self.creates_total += 1
@@ -323,7 +320,7 @@ class Sandboxes:
             awake_s: For how long it has been awake; None: since it was asked for.
         """
         self.watch(live)
-        live.network = await Network.open(live.spec, live.handle, live.files)
+        live.network = await Network.open(live.spec, live.handle, live.files, live.denied)
         live.defaults.shell = await self.shells.of(live)
         if live.unavailable is not None:
             raise live.unavailable
@@ -477,7 +474,12 @@ class Sandboxes:
             self.expire(live, cause)
 
     async def end_lease(self, lease_id: str) -> int:
-        """End a lease and its sandboxes now."""
+        """End a lease and its sandboxes now.
+
+        Raises:
+            NotFound: There is none. Preempted: It was put aside: it is not its holder's any more.
+        """
+        self.leases.check(lease_id)
         self.leases.get(lease_id)
         self.leases.end(lease_id)
         held = [live for live in self.live.values() if live.spec.lease_id == lease_id]

@@ -29,6 +29,7 @@ from barchan.model.node import ImageInfo, SnapshotRequest
 from barchan.model.sandbox import SandboxSpec
 from barchan.model.snapshot_info import SNAPSHOT_PREFIX, SnapshotInfo
 from barchan.node import snapshots
+from barchan.node.kept_memory import KeptMemory
 from barchan.node.late_memory import unpacked
 from barchan.node.live import Live
 from barchan.node.memories import Taken, check_backend, check_files, from_memory, held, take
@@ -50,6 +51,7 @@ class SnapshotTree:
         self._sandboxes = sandboxes
         self._journal = SnapshotJournal(journal)
         self._folder = folder
+        self.kept = KeptMemory(folder)
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     def close(self) -> None:
@@ -94,6 +96,7 @@ class SnapshotTree:
 
     async def _remove_memory(self, row: SnapshotRow) -> None:
         await asyncio.to_thread(self._sandboxes.shelf.remove, row.snapshot_id)
+        await asyncio.to_thread(self.kept.drop, row.snapshot_id)
 
     def row(self, snapshot_id: str) -> SnapshotRow:
         """One that is there.
@@ -158,14 +161,39 @@ class SnapshotTree:
 
         async def start(backend: Backend, live: Live) -> Handle:
             check_backend(backend, live.spec.backend)
-            async with (
-                self._workspace() as directory,
-                unpacked(backend, self._sandboxes.shelf, live.sandbox_id, row.snapshot_id, directory) as found,
-            ):
-                taken = Taken(directory=directory, record=found.record, frozen_s=row.frozen_s)
-                return await from_memory(taken, None, found.pager)(backend, live)
+            with self.kept.using(row.snapshot_id) as kept:
+                if kept is not None:
+                    taken = Taken(directory=kept.directory, record=kept.record, frozen_s=row.frozen_s)
+                    return await from_memory(taken, None)(backend, live)
+            handle: Handle | None = None
+            try:
+                async with (
+                    self._workspace() as directory,
+                    unpacked(backend, self._sandboxes.shelf, live.sandbox_id, row.snapshot_id, directory) as found,
+                ):
+                    taken = Taken(directory=directory, record=found.record, frozen_s=row.frozen_s)
+                    handle = await from_memory(taken, None, found.pager)(backend, live)
+                    await self._keep_memory(backend, row, taken)
+                    if self._journal.find(row.snapshot_id) is None:  # it was removed meanwhile
+                        await finished(asyncio.to_thread(self.kept.drop, row.snapshot_id))
+            except BaseException:  # nobody else knows yet that it runs
+                if handle is not None:
+                    await finished(handle.destroy())
+                raise
+            return handle
 
         return start
+
+    async def _keep_memory(self, backend: Backend, row: SnapshotRow, taken: Taken) -> None:
+        """Let the next restore find what this one used, or what the snapshot was made of, if that can be."""
+        if not backend.capabilities.shares_memory:
+            return
+        try:
+            await finished(asyncio.to_thread(self.kept.keep, row.snapshot_id, taken.directory, taken.record))
+        except OSError as error:  # the next one is unpacked again
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"the memory of {row.snapshot_id} is not kept", "exception": error}
+            )
 
     @asynccontextmanager
     async def _workspace(self) -> AsyncIterator[Path]:
@@ -256,6 +284,7 @@ class SnapshotTree:
                 pack = partial(self._sandboxes.shelf.pack, row.snapshot_id, directory, base=self._base(row))
                 packed = await finished(asyncio.to_thread(pack))
                 template = await self._files(live, asked, row, partial(live.handle.pack_cut, cut))
+                await self._keep_memory(backend, row, taken)
             finally:
                 await asyncio.shield(backend.remove_cut(cut))
         return template, replace(
@@ -276,9 +305,9 @@ class SnapshotTree:
         row = self.row(snapshot_id)
         info = await self.info(snapshot_id)
         await snapshots.remove_image(self._sandboxes, row.image)
+        self._journal.remove(row)
         if row.kind == "memory":
             await finished(self._remove_memory(row))
-        self._journal.remove(row)
         return info
 
     def _parent(self, live: Live) -> str:

@@ -15,6 +15,7 @@ from barchan.errors import BackendError, BarchanError, CapacityError, NotFound, 
 from barchan.image.pack import make_distinct
 from barchan.image.store import NewLayer, image_info
 from barchan.image.template import LAYERS_MAX, Layer, Template, TemplateConfig
+from barchan.model.image import FRESH_PREFIX
 from barchan.model.node import ImageInfo, SnapshotRequest
 from barchan.node.images import NodeImages
 from barchan.node.live import Live
@@ -28,7 +29,7 @@ Pack = Callable[[Path], Awaitable[None]]
 
 def fresh_name() -> str:
     """For an image that nobody has named."""
-    return f"snap-{secrets.token_hex(6)}"
+    return f"{FRESH_PREFIX}{secrets.token_hex(6)}"
 
 
 async def snapshot(

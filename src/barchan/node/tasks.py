@@ -1,10 +1,13 @@
 """The tasks of a node: kept until they end, cancelled together, their failures said to the node's log."""
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from barchan.errors import BarchanError, CallerError, TransportError
+from barchan.errors import BarchanError, CallerError
+
+_log = logging.getLogger(__name__)
 
 
 class Tasks:
@@ -20,20 +23,24 @@ class Tasks:
         return task
 
     async def cancel(self) -> None:
-        """Cancel all of them, and wait for their ends."""
+        """Cancel all of them, and wait for their ends; what they give to others to tidy up then is done, too."""
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _reap(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None or isinstance(error, CallerError):
             return  # an error of a caller is told to that one, and no fault of the node
-        expected = isinstance(error, BarchanError | TransportError)
+        if isinstance(error, BarchanError):  # it says what happened, on one line whatever its words are
+            _log.warning(
+                "%s: %s: %s",
+                getattr(task.get_coro(), "__qualname__", ""),
+                type(error).__name__,
+                " ".join(str(error).split()),
+            )
+            return
         asyncio.get_running_loop().call_exception_handler(
-            {
-                "message": "a task of the node failed" if not expected else str(error),
-                "exception": error,
-                "task": task,
-            }
+            {"message": "a task of the node failed", "exception": error, "task": task}
         )

@@ -9,10 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from barchan.core.density import step
-from barchan.core.hibernation import Waits
+from barchan.core.hibernation import Waits, is_still_out
 from barchan.core.lifecycle import Fact, next_phase
 from barchan.errors import (
     BackendError,
@@ -114,6 +115,7 @@ class Tiers:
         while live.phase != "ready" or live.rest.is_descending:
             if live.ending is not None or not live.is_here:
                 self._sandboxes.get(live.sandbox_id)  # says how it ended
+            self._sandboxes.leases.check(live.spec.lease_id)
             if live.rest.waking is None:
                 live.rest.wanted.set()
                 live.rest.waking = self._sandboxes.tasks.spawn(self._wake(live))
@@ -185,7 +187,7 @@ class Tiers:
             async with self.turns.pauses.turn(lambda: FIRST if is_asked else LAST):
                 await self._go_down(live, "paused", is_asked, lambda: self._pause(live, is_asked))
         if tier == "paged_out":
-            await self._deeper(live, tier, is_asked, self.turns.page_outs, self._page_out)
+            await self._deeper(live, tier, is_asked, self.turns.page_outs, partial(self._page_out, is_asked))
         elif tier == "hibernated":
             await self._deeper(live, tier, is_asked, self.turns.stores, self._hibernate)
 
@@ -259,13 +261,26 @@ class Tiers:
         live.rest.memory_bytes = live.handle.stats().memory_bytes
         self._sandboxes.leases.stand_still(live.spec.lease_id, live.sandbox_id)
 
-    async def _page_out(self, live: Live) -> None:
-        live.rest.freed_bytes += await live.handle.page_out()
-        live.rest.memory_bytes = live.handle.stats().memory_bytes
+    async def _page_out(self, is_asked: bool, live: Live) -> None:
+        rest = live.rest
+        if not is_asked and self._is_still_out(live):
+            rest.tier = "paged_out"
+            return
+        came_back = max(0, rest.memory_bytes - rest.left_bytes)
+        freed_bytes = await live.handle.page_out()
+        rest.freed_bytes += freed_bytes
+        rest.memory_bytes = rest.left_bytes = live.handle.stats().memory_bytes
+        rest.out_bytes = max(0, rest.out_bytes - came_back) + freed_bytes
         if pressure().swap_free_mib:
-            live.rest.tier = "paged_out"
+            rest.tier = "paged_out"
         else:
-            live.rest.refused = "this host has no swap, so only its page cache was given away"
+            rest.refused = "this host has no swap, so only its page cache was given away"
+
+    def _is_still_out(self, live: Live) -> bool:
+        """Most of it, and the host is not short of memory."""
+        rest, host = live.rest, pressure()
+        is_short = step(host, self._sandboxes.admission.limits.memory_reserve_mib) != "none" or not host.swap_free_mib
+        return not is_short and is_still_out(rest.memory_bytes, rest.left_bytes, rest.out_bytes)
 
     async def _hibernate(self, live: Live) -> None:
         try:

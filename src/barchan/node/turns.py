@@ -43,11 +43,16 @@ class Queue:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        waiting = [(rank(), number) for number, (rank, place) in self._waiting.items() if not place.done()]
-        if not waiting:
+        best: tuple[int, int] | None = None
+        for number, (rank, place) in self._waiting.items():  # in the order they came
+            if not place.done() and (best is None or rank() < best[0]):
+                best = rank(), number
+                if best[0] == FIRST:  # nobody goes before that one
+                    break
+        if best is None:
             self._free += 1
-            return
-        self._waiting.pop(min(waiting)[1])[1].set_result(None)
+        else:
+            self._waiting.pop(best[1])[1].set_result(None)
 
 
 class Turns:

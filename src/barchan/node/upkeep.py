@@ -2,10 +2,11 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from barchan import backends
-from barchan.errors import BarchanError
+from barchan.errors import BarchanError, RequirementMissing
 from barchan.model.node import NodeInfo
 from barchan.node.density import memory
 
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from barchan.node.sandboxes import Sandboxes
 
 SWEEP_S = 1.0
+STALL_S = 2 * SWEEP_S  # a turn that comes later than this tells of a node that stood still, and heard nobody
 LOST_KEPT_MAX = 1000
+AGAIN_S, AGAIN_S_MAX = 1.0, 60.0
 
 
 async def sweep(sandboxes: "Sandboxes") -> None:
@@ -33,6 +36,7 @@ async def sweep(sandboxes: "Sandboxes") -> None:
 
 async def _sweep_once(sandboxes: "Sandboxes", since_s: float, *, is_thorough: bool) -> None:
     end_idle(sandboxes, since_s)
+    sandboxes.leases.look(stalled_s=max(0.0, since_s - STALL_S))
     if sandboxes.holds.is_due:
         sandboxes.tasks.spawn(sandboxes.holds.settle(sandboxes.unmount))
     sandboxes.journal.settle()
@@ -40,6 +44,31 @@ async def _sweep_once(sandboxes: "Sandboxes", since_s: float, *, is_thorough: bo
         await sandboxes.unmount()  # of images that other processes have removed
         sandboxes.journal.prune()
         sandboxes.lost = dict(list(sandboxes.lost.items())[-LOST_KEPT_MAX:])
+
+
+async def start_again(sandboxes: "Sandboxes", backend: str) -> None:
+    """A backend whose supervisor died: the next one removes what that has left, as soon as the host has room for it."""
+    pause_s = AGAIN_S
+    sandboxes.fallen.add(backend)
+    while True:
+        try:
+            await sandboxes.backend(backend)
+            sandboxes.fallen.discard(backend)
+            return
+        except RequirementMissing:
+            raise
+        except (BarchanError, OSError) as error:
+            asyncio.get_running_loop().call_exception_handler({"message": "starting a supervisor", "exception": error})
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, AGAIN_S_MAX)
+
+
+async def clear_fallen(sandboxes: "Sandboxes") -> None:
+    """A node that ends has such a one started all the same, for once: with its end it is all gone."""
+    await asyncio.sleep(0)  # what was seen to die by now has its watcher run
+    for backend in list(sandboxes.fallen):
+        with suppress(BarchanError, OSError):
+            await sandboxes.backend(backend)
 
 
 def end_idle(sandboxes: "Sandboxes", since_s: float) -> None:
@@ -84,4 +113,9 @@ def node_info(sandboxes: "Sandboxes", pid: int) -> NodeInfo:
         memory=reading,
         backends=backends.names(),
         store=sandboxes.templates.remote.url if sandboxes.templates.remote is not None else "",
+        start_s_max={
+            name: running.capabilities.start_s_max
+            for name in backends.names()
+            if (running := sandboxes.running_backend(name)) is not None
+        },
     )
