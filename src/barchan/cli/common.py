@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Group, Parameter
 
-from barchan.errors import BarchanError, CallerError, Denied, InvalidSpec, NotFound
+from barchan.errors import BarchanError, CallerError, Denied, InvalidSpec, NotFound, Preempted, RunStopped
 from barchan.sdk.endpoint import default_state_dir
 from barchan.wire.api import error_body
 
-OK, FAILED, USAGE, PLATFORM, NOT_THE_GUEST, INTERRUPTED = 0, 1, 2, 3, 125, 130
+OK, FAILED, USAGE, PLATFORM, STOPPED, PREEMPTED, NOT_THE_GUEST, INTERRUPTED = 0, 1, 2, 3, 4, 5, 125, 130
 # The exit code of these commands is that of the program in the sandbox; every failure of ours is NOT_THE_GUEST.
 GUEST_COMMANDS = ("run", "exec", "call")
 GLOBAL_GROUP = Group("Global options", sort_key=100)
@@ -124,6 +124,8 @@ def report(error: BarchanError, *, command: str, as_json: bool) -> int:
         return NOT_THE_GUEST
     if isinstance(error, InvalidSpec):
         return USAGE
+    if isinstance(error, RunStopped | Preempted):
+        return STOPPED if isinstance(error, RunStopped) else PREEMPTED
     return FAILED if isinstance(error, CallerError) or error.fault in ("policy", "task") else PLATFORM
 
 

@@ -26,6 +26,7 @@ def add(
     kernel: Path | None = None,
     initrd: Path | None = None,
     append: str = "",
+    user_data: Path | None = None,
     common: Common = DEFAULTS,
 ) -> int:
     """Make an image of the disk of a machine, raw or qcow2.
@@ -38,6 +39,7 @@ def add(
     For example:
 
         barchan image disk add cloud debian-12-genericcloud-amd64.qcow2
+        barchan image disk add mine disk.qcow2 --user-data cloud.yaml --user tester
         barchan image disk add mine disk.raw --kernel vmlinuz --initrd initrd.img --append "root=/dev/vda rw"
 
     Args:
@@ -49,6 +51,8 @@ def add(
         kernel: A Linux kernel to start directly.
         initrd: Its initrd.
         append: Its command line.
+        user_data: A file for cloud-init in the guest: users, keys, packages.
+            It is kept in the image, for everybody who has that to read.
     """
     from barchan.image.disks import Boot, add_disk
 
@@ -59,8 +63,17 @@ def add(
         name=name, user=user, workdir=workdir, env=key_values(env, "--env"), source=f"disk:{disk.absolute()}"
     )
     config.check()
+    told = "" if user_data is None else _text(user_data)
     with progress(f"adding {name}") as say:
-        return made(add_disk(own_store(common), config, disk, layer_kind(), say, boot=boot), common)
+        template = add_disk(own_store(common), config, disk, layer_kind(), say, boot=boot, user_data=told)
+        return made(template, common)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSpec(f"{path} can't be read as text: {error}") from error
 
 
 @app.command

@@ -29,7 +29,8 @@ HELP = """Sandboxes for agentic reinforcement learning.
     barchan rollout humaneval --limit 10    the main job
 """
 EPILOGUE = """Exit codes: 0 done, 1 what was asked for failed, 2 wrong usage,
-3 the platform failed, 130 interrupted. "run", "exec" and "call" return the
+3 the platform failed, 4 a run was stopped by its circuit breaker, 5 a run was
+preempted, 130 interrupted. "run", "exec" and "call" return the
 exit code of the program in the sandbox (128+n after signal n, 124 out of
 time); their 125 means that barchan itself failed, for whatever reason."""
 
@@ -48,9 +49,11 @@ COMMANDS = {
     "pause": ("barchan.cli.pause:pause", "Stop sandboxes until they are needed."),
     "hibernate": ("barchan.cli.pause:hibernate", "Put sandboxes on disk, with their processes."),
     "resume": ("barchan.cli.pause:resume", "Wake sandboxes."),
+    "preempt": ("barchan.cli.preempt:preempt", "Put a run's sandboxes aside until it is started again."),
     "screen": ("barchan.cli.screen:app", "Look at a machine's screen, and type and click on it."),
     "pool": ("barchan.cli.pool:pool", "Show what a node keeps ready for sandboxes to come."),
     "up": ("barchan.cli.up:up", "Run a node in the foreground, with an HTTP address."),
+    "node": ("barchan.cli.node:app", "End the node of a state directory."),
     "rollout": ("barchan.cli.rollout:rollout", "Run tasks as rollouts and report their verdicts."),
     "regrade": ("barchan.cli.regrade:regrade", "Grade finished rollouts again from what they have left."),
     "export": ("barchan.cli.export:export", "Write a run's rollouts as rows for a trainer, with advantages."),

@@ -1,7 +1,9 @@
 """`barchan pause`, `barchan hibernate` and `barchan resume`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -40,7 +42,7 @@ def pause(
     with barchan.connect(**common.connection) as client:
         labels = _labels(sandboxes, label, all_=all_)
         many = client.page_out_many if page_out else client.pause_many
-        return _tell(many(labels=labels, sandbox_ids=sandboxes), as_json=common.json)
+        return _summed(many(labels=labels, sandbox_ids=sandboxes, progress=_told(common)), common)
 
 
 def hibernate(
@@ -63,19 +65,27 @@ def hibernate(
     """
     with barchan.connect(**common.connection) as client:
         labels = _labels(sandboxes, label, all_=all_)
-        changes = client.hibernate_many(labels=labels, sandbox_ids=sandboxes)
-        return _tell(_pushed(client, changes) if push else changes, as_json=common.json)
+        hibernated = partial(client.hibernate_many, labels=labels, sandbox_ids=sandboxes)
+        if not push:
+            return _summed(hibernated(progress=_told(common)), common)
+        sent: list[Future[TierChange]] = []
+        sending = ThreadPoolExecutor(1)  # each as it is on disk; who tells of that can't ask the node
+        try:
+            hibernated(progress=lambda change: sent.append(sending.submit(_pushed, client, change, common)))
+            return _summed([one.result() for one in sent], common)
+        finally:
+            sending.shutdown(cancel_futures=True)
 
 
-def _pushed(client: barchan.Client, changes: Iterator[TierChange]) -> Iterator[TierChange]:
-    """Each of them sent to the store, or told why not."""
-    for change in changes:
-        if not change.refused:
-            try:
-                client.attach(change.sandbox_id).push()
-            except BarchanError as error:
-                change = replace(change, refused=str(error))
-        yield change
+def _pushed(client: barchan.Client, change: TierChange, common: Common) -> TierChange:
+    """One of them, sent to the store, or told why not."""
+    if not change.refused:
+        try:
+            client.attach(change.sandbox_id).push()
+        except BarchanError as error:
+            change = replace(change, refused=str(error))
+    _told(common)(change)
+    return change
 
 
 def resume(
@@ -100,7 +110,7 @@ def resume(
         labels = _labels(sandboxes, label, all_=all_)
         for sandbox in sandboxes if adopt else ():
             client.adopt(sandbox, detach=True)
-        return _tell(client.resume_many(labels=labels, sandbox_ids=sandboxes), as_json=common.json)
+        return _summed(client.resume_many(labels=labels, sandbox_ids=sandboxes, progress=_told(common)), common)
 
 
 def _labels(sandboxes: tuple[str, ...], label: Words, *, all_: bool) -> dict[str, str]:
@@ -109,21 +119,22 @@ def _labels(sandboxes: tuple[str, ...], label: Words, *, all_: bool) -> dict[str
     return key_values(label, "--label")
 
 
-def _tell(changes: Iterator[TierChange], *, as_json: bool) -> int:
-    """A line for each as it comes; fails if one of them is not where it should be."""
-    count, refused = 0, 0
-    for change in changes:
-        count += 1
-        refused += bool(change.refused)
-        if as_json:
-            print_json(change)
-        elif change.refused:
-            sys.stdout.write(f"{change.sandbox_id}  {change.tier}  {one_line(change.refused)}\n")
-        else:
-            sys.stdout.write(f"{change.sandbox_id}  {change.tier}  {human_bytes(change.freed_bytes)} freed\n")
-        sys.stdout.flush()
-    if not count and not as_json:
+def _told(common: Common) -> Callable[[TierChange], None]:
+    """What shows each of them as it comes."""
+    return print_json if common.json else _show
+
+
+def _show(change: TierChange) -> None:
+    what = one_line(change.refused) or f"{human_bytes(change.freed_bytes)} freed"
+    sys.stdout.write(f"{change.sandbox_id}  {change.tier}  {what}\n")
+    sys.stdout.flush()
+
+
+def _summed(changes: Sequence[TierChange], common: Common) -> int:
+    """The exit code: it fails if one of them is not where it should be."""
+    refused = sum(bool(change.refused) for change in changes)
+    if not changes and not common.json:
         sys.stdout.write("no sandboxes (try: barchan ps)\n")
     if refused:
-        print_error(f"{refused} of {count} are not where they were asked to be", "barchan ps")
+        print_error(f"{refused} of {len(changes)} are not where they were asked to be", "barchan ps")
     return FAILED if refused else OK

@@ -16,13 +16,15 @@ from cyclopts.validators import Number
 from msgspec.structs import replace
 
 import barchan
-from barchan.cli.common import DEFAULTS, FAILED, INTERRUPTED, OK, Common, key_values, print_json
+from barchan.cli.common import DEFAULTS, FAILED, INTERRUPTED, OK, STOPPED, Common, key_values, print_json
 from barchan.cli.image_build import base_config
+from barchan.cli.rollout_inject import inject as inject_faults
 from barchan.cli.rollout_policy import PolicyOptions, limited, policy_of
 from barchan.cli.rollout_report import print_summary
-from barchan.cli.rollout_run import carry_out
+from barchan.cli.rollout_run import LeaseTerms, carry_out
 from barchan.errors import InvalidSpec
-from barchan.model.node import PRIORITY_MAX
+from barchan.model.node import PRIORITY_MAX, Budget
+from barchan.rollout.breaker import BreakerTerms
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.store import RunFolder, RunInfo
 from barchan.rollout.task import Task
@@ -47,15 +49,20 @@ def rollout(
     concurrency: Count | None = None,
     graders: Count | None = None,
     gradings: Count = 1,
+    breaker: Annotated[float, Parameter(validator=Number(gte=0, lte=1))] = 0.5,
+    budget_tokens: Count | None = None,
+    budget_seconds: Annotated[float, Parameter(validator=Number(gt=0))] | None = None,
     priority: Annotated[int, Parameter(validator=Number(gte=-PRIORITY_MAX, lte=PRIORITY_MAX))] = 0,
     out: Path | None = None,
     resume: Path | None = None,
+    grace: Annotated[float, Parameter(validator=Number(gt=0))] = 300.0,
     template: str = "debian",
     backend: str = "container",
     memory_mib: Annotated[int, Parameter(validator=Number(gte=16))] = 512,
     repos: Path | None = None,
     base: Words = (),
     keep_images: bool = False,
+    snapshot_every: CountOrNone = 0,
     base_url: str | None = None,
     model: str | None = None,
     tool_format: Literal["openai", "text"] = "openai",
@@ -66,6 +73,8 @@ def rollout(
     seed: int | None = None,
     script: Path | None = None,
     api_key_env: str = "OPENAI_API_KEY",
+    inject: Words = (),
+    inject_seed: int | None = None,
     common: Common = DEFAULTS,
 ) -> int:
     """Attempt each task of a set, in a sandbox of its own, and grade what came
@@ -113,6 +122,15 @@ def rollout(
     gradings
         Grade each artifact so often; where the rewards disagree, the
         known-good one's decide whether the least stands or none.
+    breaker
+        Begin no more rollouts once this share of the latest are void, of more
+        than one task; what they have in common is said, and the exit code is
+        4. With 0 the run goes on whatever comes.
+    budget_tokens
+        Prompt and completion tokens of all rollouts together; when they are
+        used up, what is not over is void (budget_spent) and the run stops.
+    budget_seconds
+        Seconds that all its sandboxes may be awake, added up; likewise.
     priority
         Where sandboxes have to wait for their start, those of runs with a
         higher one go first: from -100 to 100.
@@ -120,7 +138,11 @@ def rollout(
         A folder for the results. [default: runs/DATE-TIME-...]
     resume
         The folder of an earlier run of the same command: its scored rollouts
-        are kept, all others run again.
+        are kept, those that were under way go on where they were, others run
+        again.
+    grace
+        Seconds that sandboxes outlive this process, should it be killed: so
+        long --resume finds them again.
     template
         Name or digest of an image with Python, for tasks without one of their own.
     backend
@@ -135,6 +157,9 @@ def rollout(
         may be repeated.
     keep_images
         Keep the images that hold agents' layers, to grade them again.
+    snapshot_every
+        Keep each agent's sandbox as it is after every so many turns, so that
+        its rollout can go on where that is lost. [default: never]
     base_url
         chat: address of the server, with or without /v1.
     model
@@ -161,7 +186,15 @@ def rollout(
         or with such lists by task id.
     api_key_env
         chat: the environment variable that holds the key, if there is one.
+    inject
+        Have this go wrong, on a node of the run's own: node-kill:every=20s, or
+        a plan.toml; may be repeated (docs/faults.md).
+    inject_seed
+        Decides which rollouts and moments. [default: the plan's, or 0]
     """
+    given = dict(locals())
+    if inject:
+        return inject_faults(inject, inject_seed, given, common)
     if out is not None and resume is not None:
         raise InvalidSpec("give --out for a new run, or --resume for an earlier one")
     options = PolicyOptions(
@@ -194,16 +227,21 @@ def rollout(
         gradings=gradings,
         memory_mib=memory_mib,
         keep_images=keep_images,
+        snapshot_every=snapshot_every,
+        breaker=BreakerTerms(share=breaker),
     )
+    terms = LeaseTerms(priority, grace, Budget(tokens_max=budget_tokens, sandbox_s_max=budget_seconds))
     with _run_folder(out, resume, _info(settings, chosen.name, options), chosen.tasks) as store:
         settings = replace(settings, run_id=store.info.run_id)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             summary, rows, interrupted = runner.run(
-                carry_out(chosen.tasks, make_policy, settings, store, priority, common)
+                carry_out(chosen.tasks, make_policy, settings, store, terms, common)
             )
     print_summary(summary, rows)
     if common.json:
         print_json({**msgspec.structs.asdict(summary), "tasks": rows})
+    if summary.stopped and not interrupted:
+        return STOPPED
     return INTERRUPTED if interrupted else OK if summary.scored else FAILED
 
 
@@ -225,6 +263,7 @@ def _info(settings: RunSettings, task_set: str, options: PolicyOptions) -> RunIn
             "--template": settings.template,
             **({} if settings.backend == "container" else {"--backend": settings.backend}),
             "--memory-mib": settings.memory_mib,
+            **({"--snapshot-every": settings.snapshot_every} if settings.snapshot_every else {}),
             "--model": options.model,
             "--tool-format": options.tool_format,
             "--max-turns": options.max_turns,

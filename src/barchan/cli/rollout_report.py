@@ -156,6 +156,8 @@ def _counts(summary: Summary) -> str:
         text += f", {summary.cancelled} cancelled ({summary.surplus} surplus)"
     if summary.not_started:
         text += f", {summary.not_started} not started"
+    if summary.resumed:
+        text += f"; {summary.resumed} went on, {summary.answered} steps of theirs from their logs"
     return f"{text}; {summary.retried} tried again" if summary.retried else text
 
 

@@ -5,11 +5,13 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple
 
 import barchan
 from barchan.cli.common import Common
 from barchan.cli.rollout_report import Progress
 from barchan.errors import NotFound
+from barchan.model.node import Budget
 from barchan.rollout.policies import Policy
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.runner import Earlier, Runner
@@ -19,10 +21,17 @@ from barchan.rollout.summary import Summary, Tally
 from barchan.rollout.table import TaskRow
 from barchan.rollout.task import Task
 from barchan.sdk.aio.client import AsyncClient
-from barchan.sdk.recipe import Recipe
 
 TICK_S = 1.0
 ASKING_MAX = 8  # a blob store may have to be asked for each image
+
+
+class LeaseTerms(NamedTuple):
+    """On what terms the run's lease is held, as `client.run()` takes them."""
+
+    priority: int
+    grace_s: float
+    budget: Budget
 
 
 async def carry_out(
@@ -30,7 +39,7 @@ async def carry_out(
     make_policy: Callable[[], AbstractAsyncContextManager[Policy]],
     settings: RunSettings,
     store: RunFolder,
-    priority: int,
+    terms: LeaseTerms,
     common: Common,
 ) -> tuple[Summary, list[TaskRow], bool]:
     """The run's summary, by task too, and whether it was interrupted. The first interrupt ends it in order, a second
@@ -45,11 +54,13 @@ async def carry_out(
     interrupted, started, begun = False, time.monotonic(), 0
     async with (
         barchan.connect_async(**common.connection) as connected,
-        connected.run(settings.run_id, priority=priority) as run,
+        connected.run(settings.run_id, **terms._asdict()) as run,
         make_policy() as policy,
     ):
         client = run.client  # its sandboxes are under the run's own lease
         await _require_images(client, tasks, settings.template)
+        for role in ("grader", "control"):  # what a process that was killed has left of them, nobody waits for
+            await client.kill(labels={"run": settings.run_id, "role": role})
         progress = Progress(tally)
 
         def keep(record: RolloutRecord) -> None:
@@ -88,6 +99,9 @@ async def carry_out(
         out=str(store.path),
         waits=runner.waits,
         begun=begun,
+        resumed=runner.resumed,
+        answered=runner.answered,
+        stopped=runner.stopped.message if runner.stopped is not None else "",
     )
     store.finish(summary, tally.rows)
     return summary, tally.rows, interrupted
@@ -109,7 +123,8 @@ async def _require_images(client: AsyncClient, tasks: Sequence[Task], template: 
     """Better one line now than every rollout void."""
     first: dict[str, Task] = {}
     for task in tasks:
-        first.setdefault(_base(task.environment.recipe) or template, task)
+        recipe = task.environment.recipe
+        first.setdefault(recipe.origin if recipe is not None else template, task)
     turns = asyncio.Semaphore(ASKING_MAX)
 
     async def require(name: str, task: Task) -> None:
@@ -127,11 +142,3 @@ async def _require_images(client: AsyncClient, tasks: Sequence[Task], template: 
                 group.create_task(require(name, task))
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-
-
-def _base(recipe: Recipe | None) -> str:
-    while recipe is not None:
-        if isinstance(recipe.base, str):
-            return recipe.base
-        recipe = recipe.base
-    return ""

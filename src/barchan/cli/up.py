@@ -38,7 +38,7 @@ def up(
         listen: HOST:PORT to serve on.
         store: Blob store of images that are not here: a directory, s3://BUCKET/PREFIX, gs://, az://, https://HOST/PATH
             (environment: BARCHAN_STORE).
-        warm: Sandboxes to keep ready for creates, at least (default: 4 per processor; 0: none).
+        warm: Sandboxes to keep ready for creates, at least (default: 4 per processor, at least 16; 0: none).
         memory_overcommit: How many times the host's memory the limits of sandboxes may add up to (default: 16).
     """
     state_dir = common.local_state_dir

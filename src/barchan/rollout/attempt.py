@@ -5,37 +5,38 @@ side is no exception here: the rollout is then over, and `finish` gives the void
 """
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
-import msgspec
 from msgspec.structs import asdict, replace
 
-from barchan.errors import BarchanError, Conflict, InvalidSpec, NotFound, SandboxLost
+from barchan.errors import BarchanError, BlobCorrupt, Conflict, InvalidSpec, Preempted
 from barchan.model.verdict import Cause, Evidence, Verdict
-from barchan.rollout.artifact import take, ungraded
-from barchan.rollout.calls import Message, Observation, ToolCall, ToolResult, parse_calls
+from barchan.rollout.agent import Agent
+from barchan.rollout.artifact import ungraded
+from barchan.rollout.calls import Observation, ToolCall, parse_calls
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.grading import GradeJob
-from barchan.rollout.integrity.canary import put_canaries
 from barchan.rollout.limits import Meter
-from barchan.rollout.logged import FencedLog, LoggedSandbox, logged
-from barchan.rollout.oracle import ORACLE, put_oracle_files
-from barchan.rollout.pipeline import GradingPipeline
-from barchan.rollout.ports import Client, Log, NoLog, Sandbox
-from barchan.rollout.prompts import NO_CALL, opening
+from barchan.rollout.logged import FencedLog
+from barchan.rollout.pipeline import GradingPipeline, graded
+from barchan.rollout.ports import Client, Log, NoLog
+from barchan.rollout.prompts import opening
 from barchan.rollout.record import Completion, RolloutRecord
+from barchan.rollout.resuming.bodies import (
+    LOST,
+    abandoned,
+    check_completion,
+    keep_artifact,
+    sampled_body,
+)
 from barchan.rollout.sandboxes import Sandboxes
-from barchan.rollout.services import start_services
 from barchan.rollout.settings import RunSettings
-from barchan.rollout.state import AttemptState, record_of
+from barchan.rollout.state import AttemptState, Decided, Turn, record_of
 from barchan.rollout.task import DiffArtifact, Task
-from barchan.rollout.tools import Toolbox, Workspace
-from barchan.rollout.tools.toolbox import not_run
+from barchan.rollout.tools import Toolbox
 from barchan.rollout.verdict import ENDINGS, Stage, cancelled, ended_as, verdict_of_error
-
-CALLS_PER_TURN_MAX = 64
+from barchan.trajectory.format import Kind
 
 
 class Job(NamedTuple):
@@ -63,6 +64,9 @@ class Rollout:
     Args:
         pipeline: Where it is graded; without one it is graded at once.
         state: That of a rollout that went on elsewhere, which `resume` takes up.
+
+    Attributes:
+        is_resumed: It goes on where its log has left it.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Rollout:
         self.rollout_id = job.rollout_id
         self.task = job.task
         self.sample_index = job.sample_index
+        self.is_resumed = False
         self._client = client
         self._settings = settings
         self._job = job
@@ -92,23 +97,26 @@ class Rollout:
         self._sandboxes = Sandboxes(
             client, settings, job.rollout_id, create_prefix=job.create_prefix, state=self._state.sandboxes
         )
-        self._workspace: Workspace | None = None
+        self._agent = Agent(client, job.task, self._state, self._sandboxes, self._toolbox, policy_name)
+        self._is_left = False
+        self._ending = asyncio.Lock()
 
     @property
     def state(self) -> AttemptState:
         """As it is between two calls, for whoever goes on with it."""
-        if self._workspace is not None:
-            self._state.shell, self._state.first_s = self._workspace.point, self._workspace.first_s
+        workspace = self._agent.workspace
+        if workspace is not None:
+            self._state.shell, self._state.first_s = workspace.point, workspace.first_s
         if isinstance(self._log, FencedLog):
             self._state.head_hash = self._log.head_hash
         return self._state
 
     @property
     def is_relieved(self) -> bool:
-        """Whether another process goes on with it. Then nothing that this one does counts, its sandbox is left alone,
-        and there is no verdict here.
+        """Whether another process goes on with it, or is to. Then nothing that this one does counts, its sandbox is
+        left alone, and there is no verdict here.
         """
-        return isinstance(self._log, FencedLog) and self._log.is_relieved
+        return self._is_left or (isinstance(self._log, FencedLog) and self._log.is_relieved)
 
     @property
     def stage(self) -> Stage:
@@ -124,50 +132,90 @@ class Rollout:
         """What left the agent's sandbox; None before `hand_in`, and where nothing did."""
         return self._state.artifact
 
+    @property
+    def decided(self) -> Decided | None:
+        """What a policy's step wants done, and was not yet begun."""
+        return self._state.decided
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no further step is wanted: the attempt is over, or the last turn's step said that it was the last."""
+        return self._state.over is not None or self._state.is_last
+
+    @property
+    def pending(self) -> tuple[Completion, ...]:
+        """Model calls that were recorded, and not acted on yet."""
+        state = self._state
+        return tuple(state.completions[len(state.completions) - state.pending :])
+
     # what a driver calls
 
     async def open(self) -> None:
-        """Make the agent's sandbox and wait for its services. If that fails, the rollout is over and void."""
-        state, environment = self._state, self.task.environment
+        """Make the agent's sandbox and wait for its services; or, where the rollout has a log already, go on where that
+        ends. If it fails, the rollout is over and void.
+
+        Raises:
+            Preempted: The run was put aside. The rollout is left as it is.
+            Conflict: Somebody else has its log, and goes on with it.
+        """
         try:
-            if self._open_log is not None:
-                self._log = FencedLog(await self._open_log(self._job))
-            offered = {"tools": self._toolbox.schemas} if self.task.limits.turns_max > 1 else {}
-            self._log.entry("message", {**state.messages[0], **offered})
-            template = await self._sandboxes.template(environment)
-            state.enter("create")
-            sandbox = await self._sandboxes.create("agent", environment, template=template)
-            self._enter_sandbox(sandbox)
-            state.enter("setup")
-            await start_services(sandbox, environment.services, self._log)
-            await put_canaries(sandbox, self.task)
-            if self._policy_name == ORACLE:
-                await put_oracle_files(sandbox, self.task)
+            await self._begin_log()
+            if self._log.is_begun:
+                await self._go_on()
+            else:
+                self._agent.tell_policy()
+                await self._agent.set_up()
         except Exception as error:
-            await self.end(verdict_of_error(error, state.stage))
-        else:
-            state.enter("policy")
+            if self._is_left:
+                raise
+            is_lost = isinstance(error, LOST) and verdict_of_error(error, "exec").status != "scored"
+            if self.is_resumed and is_lost:
+                if not self._was_taken_over():  # whose sandboxes these are then
+                    await self._sandboxes.end_all()
+                await self.end(abandoned(error, self._state.stage))
+            else:
+                await self._fail(error)
+
+    async def _begin_log(self) -> None:
+        if self._open_log is None:
+            return
+        try:
+            self._log = self._agent.log = FencedLog(await self._open_log(self._job))
+        except BlobCorrupt:
+            self.is_resumed = True  # there is a log, and nobody can go on with it
+            raise
+        except Conflict:
+            self._is_left = True
+            raise
+
+    async def _go_on(self) -> None:
+        """From the log: what is complete there is known, what was cut short is finished, nothing is done twice."""
+        state = self._state
+        self.is_resumed = True
+        tail = await self._agent.go_on(await asyncio.to_thread(self._log.entries))
+        if state.verdict is not None:
+            state.head_hash = self._log.head_hash
+            await self._close()
+        elif tail.untaken is not None:
+            await self._end_untaken(tail.untaken, tail.ended or "completed")
+        elif tail.ended is not None and state.artifact is None:
+            await self._take(tail.ended)
 
     async def resume(self) -> None:
         """Go on with a rollout that was made from a state: with its log opened again and its sandbox found again.
 
         Raises:
-            SandboxLost: The agent's sandbox is no more.
+            SandboxExpired, SandboxLost: The agent's sandbox is no more.
         """
         state = self._state
-        if self._open_log is not None:
-            self._log = FencedLog(await self._open_log(self._job))
-        if state.sandbox_id is None:
-            return
-        try:
-            sandbox = await self._client.attach(state.sandbox_id)
-        except NotFound as error:
-            raise SandboxLost(f"sandbox {state.sandbox_id} is gone", sandbox_id=state.sandbox_id) from error
-        self._enter_sandbox(sandbox)
+        await self._begin_log()
+        self._sandboxes.begin_grading_anew()
+        if state.sandbox_id is not None:
+            self._agent.enter(await self._sandboxes.again(state.sandbox_id, self.task.environment))
 
     async def observe(self) -> Observation:
         """What a policy knows before its next turn."""
-        return self._observation(())
+        return self._state.seen(self._toolbox.schemas)
 
     async def record(
         self,
@@ -184,12 +232,14 @@ class Rollout:
         model: str = "",
         requests: int = 1,
         wait_ms: float | None = None,
+        decided: Decided | None = None,
     ) -> None:
         """Keep a model call. Its text is said in the next turn; its completion tokens count towards the limit, by
         `completion_tokens` where given, else by the ids or log-probs.
 
         Args:
             wait_ms: How long the completion took.
+            decided: What it wants done, so that it is known though this process ends before it is.
 
         Raises:
             InvalidSpec: Ids and log-probs of different lengths.
@@ -214,14 +264,30 @@ class Rollout:
             requests=requests,
             wait_ms=wait_ms,
         )
-        _check_completion(completion)
-        state.completions.append(completion)
-        state.meter.tokens += completion.completion_tokens
-        state.said = text
+        check_completion(completion)
+        state.sampled(completion)
+        self._client.use_tokens(completion.prompt_tokens + completion.completion_tokens)
+        state.decided = decided
+        told = {"step": asdict(decided)} if decided is not None else {}
+        await self._keep("model_call", {**sampled_body(completion), **told})
+
+    async def decide(self, decided: Decided) -> None:
+        """Keep what a policy wants done that has asked no model."""
+        if self._state.verdict is not None:
+            raise Conflict(f"rollout {self.rollout_id} has ended")
+        self._state.decided = decided
+        await self._keep("step", asdict(decided))
+
+    async def _keep(self, kind: Kind, body: Mapping[str, Any]) -> None:
         try:
-            self._log.entry("model_call", _sampled(completion))
+            self._log.entry(kind, body)
         except BarchanError as error:
             await self.end(verdict_of_error(error, "trajectory"))
+
+    async def note_asked_again(self) -> None:
+        """The policy is asked for a step that it may have been asked for before: if it had, its answer is lost."""
+        self._state.asked_again += 1
+        self._log.entry("note", {"asked_again": True})
 
     async def act(
         self, tool_calls: Sequence[ToolCall | Mapping[str, Any]], *, timeout_s: float | None = None
@@ -237,26 +303,22 @@ class Rollout:
         """
         state = self._state
         if state.verdict is not None and state.verdict.status == "void":
-            return self._observation(())
-        if state.over is not None or state.ended is not None or self._workspace is None:
+            return self._state.seen(self._toolbox.schemas)
+        if state.over is not None or state.ended is not None or self._agent.workspace is None:
             raise Conflict(f"rollout {self.rollout_id} takes no turn: {state.over or 'it was not opened'}")
         if isinstance(tool_calls, str | Mapping | ToolCall):
             raise InvalidSpec("tool_calls is a list of calls")
         if timeout_s is not None and timeout_s <= 0:
             raise InvalidSpec(f"timeout_s={timeout_s}: a call needs time")
+        turn = Turn(calls=parse_calls(tool_calls, state.meter.turns), timeout_s=timeout_s)
         state.enter("exec")
-        calls = parse_calls(tool_calls, state.meter.turns)
-        results: list[ToolResult] = []
         try:
-            self._say(calls)
-            for index, call in enumerate(calls):
-                results.append(await self._call(self._workspace, call, index, timeout_s))
-            self._end_turn(results)
+            self._log.entry("turn", {"calls": turn.calls, "timeout_s": timeout_s})
+            state.begin_turn(turn)
+            await self._agent.carry_on(turn)
         except Exception as error:
-            await self.end(verdict_of_error(error, state.stage))
-        else:
-            state.enter("policy")
-        return self._observation(tuple(results))
+            await self._fail(error)
+        return self._state.seen(self._toolbox.schemas, tuple(turn.results))
 
     async def hand_in(self, cause: Cause | None = None) -> None:
         """Take the artifact and end the agent's sandbox, unless it is `shared`. Nothing left to grade ends the rollout.
@@ -274,29 +336,40 @@ class Rollout:
             raise InvalidSpec(f"cause={cause!r}: it is none of ours, which are {', '.join(sorted(ENDINGS))}")
         if state.verdict is not None or state.ended is not None:
             return
-        if self._workspace is None:
+        if self._agent.workspace is None:
             raise Conflict(f"rollout {self.rollout_id} was not opened")
-        state.over = ended = cause or state.over or "completed"
-        state.facts = state.meter.facts(ended)
+        ended = cause or state.over or "completed"
+        image = f"artifact-{self.rollout_id}" if isinstance(self.task.artifact, DiffArtifact) else ""
+        facts = state.meter.facts(ended)
         try:
-            state.enter("exec")
-            image = f"artifact-{self.rollout_id}"
-            state.image = image if isinstance(self.task.artifact, DiffArtifact) else ""
-            taken = await take(self._workspace, self.task, image)
-            state.enter("cleanup")
-            if isinstance(taken, Artifact):
-                state.artifact = replace(taken, sandbox=None)
-            if isinstance(taken, Evidence) or taken.sandbox is None:
-                await self._end_sandbox()
+            self._log.entry("hand_in", {"ended": ended, "facts": facts, "image": image})
+            state.over, state.facts, state.image = ended, facts, image
+            await self._take(ended)
         except Exception as error:
-            await self.end(verdict_of_error(error, state.stage))
-            return
+            await self._fail(error)
+
+    async def _take(self, ended: Cause) -> None:
+        """Take the artifact, keep it, and only then let the agent's sandbox go."""
+        state = self._state
+        state.enter("exec")
+        taken = await self._agent.take(state.image)
         if isinstance(taken, Evidence):
-            verdict = ungraded(taken, ended)
-            await self.end(replace(verdict, evidence=verdict.evidence + state.facts))
+            self._log.entry("artifact", {"untaken": taken})
+            await self._end_untaken(taken, ended)
             return
+        await keep_artifact(self._log, taken)
+        state.artifact = replace(taken, sandbox=None)
+        state.enter("cleanup")
+        if taken.sandbox is None:
+            await self._agent.end()
         state.ended = ended
         state.enter("grade")
+
+    async def _end_untaken(self, why: Evidence, ended: Cause) -> None:
+        self._state.enter("cleanup")
+        await self._agent.end()
+        verdict = ungraded(why, ended)
+        await self.end(replace(verdict, evidence=verdict.evidence + self._state.facts))
 
     async def finish(self, cause: Cause | None = None) -> Verdict:
         """`hand_in`, and grade elsewhere.
@@ -307,22 +380,41 @@ class Rollout:
         await self.hand_in(cause)
         state = self._state
         if state.verdict is not None:
-            return state.verdict
+            return await self.end(state.verdict)
         if state.ended is None:
             raise Conflict(f"rollout {self.rollout_id} goes on in another process")
-        job = GradeJob(
-            rollout_id=self.rollout_id,
-            task=self.task,
-            artifact=self._artifact_to_grade(),
-            sandboxes=self._sandboxes,
-            log=self._log,
-        )
         try:
-            verdict = ended_as(await self._graded(job), state.ended)
+            verdict = ended_as(await self._graded(), state.ended)
             verdict = replace(verdict, evidence=verdict.evidence + state.facts)
+        except Preempted as error:
+            await self._put_aside(error)
         except Exception as error:
             verdict = verdict_of_error(error, "grade")
         return await self.end(verdict)
+
+    async def leave(self) -> None:
+        """Have nothing more to do with it: its log and its sandbox stay as they are, for whoever goes on with it.
+
+        Raises:
+            BackendError: The log is not on disk.
+        """
+        self._is_left = True
+        await self._close()
+
+    async def _put_aside(self, error: Preempted) -> NoReturn:
+        try:
+            await self.leave()
+        finally:  # whatever the disk does: the run is put aside
+            raise error
+
+    async def _close(self) -> None:
+        await asyncio.shield(asyncio.to_thread(self._log.close))  # it waits for the disk
+
+    async def _fail(self, error: Exception) -> None:
+        """End it by an error of the platform's or the task's; raises one that only puts it aside."""
+        if isinstance(error, Preempted):
+            await self._put_aside(error)
+        await self.end(verdict_of_error(error, self._state.stage))
 
     async def fail(self, error: Exception) -> Verdict:
         """The rollout can't go on because of its driver: void, by the model's fault for a `ModelError`, else by the
@@ -335,22 +427,33 @@ class Rollout:
         return await self.end(cancelled(self._state.stage, reason))
 
     async def end(self, verdict: Verdict) -> Verdict:
-        """End it with a verdict of the driver's. The first verdict stands; nothing of the rollout lives on."""
+        """End it with a verdict of the driver's. The first verdict stands; nothing of the rollout lives on. Who comes
+        second waits for the end that is under way.
+        """
+        async with self._ending:
+            return await self._end(verdict)
+
+    async def _end(self, verdict: Verdict) -> Verdict:
         state = self._state
         if state.verdict is not None:
+            if not self.is_relieved:
+                await self._agent.end()  # a sandbox that a call has made while it was being ended
             return state.verdict
-        if self.is_relieved:
+        if self._was_taken_over():
             return verdict
         if state.stage != "grade":  # whose time is its job's
             state.enter(state.stage)
         state.verdict = verdict
         state.over = state.over or verdict.cause
-        await self._end_sandbox()
+        await self._agent.end()
         if state.image and (state.artifact is None or not self._settings.keep_images):
             await self._sandboxes.remove_image(state.image)
-        state.verdict = verdict = replace(verdict, evidence=verdict.evidence + state.sandboxes.notes)
+        state.verdict = verdict = replace(verdict, evidence=verdict.evidence + state.asides)
         await self._close_log(verdict)
         return state.verdict
+
+    def _was_taken_over(self) -> bool:
+        return self.is_relieved or (isinstance(self._log, FencedLog) and self._log.was_taken_over())
 
     def row(self) -> RolloutRecord:
         """The ended rollout as a line of the results."""
@@ -364,101 +467,22 @@ class Rollout:
             policy=self._policy_name,
         )
 
-    # turns
-
-    async def _call(self, workspace: Workspace, call: ToolCall, index: int, timeout_s: float | None) -> ToolResult:
-        """One call of a turn, logged."""
-        args = {"id": call.id, "name": call.name, "arguments": call.arguments, "turn": self._state.meter.turns}
-        return await logged(
-            self._log, "tool_call", args, lambda: self._carry_out(workspace, call, index, timeout_s), _told
-        )
-
-    async def _carry_out(self, workspace: Workspace, call: ToolCall, index: int, timeout_s: float | None) -> ToolResult:
-        state = self._state
-        if state.over is not None:
-            return not_run(call, "the attempt is over")
-        if index >= CALLS_PER_TURN_MAX:
-            return not_run(call, f"a turn has at most {CALLS_PER_TURN_MAX} calls")
-        left_s = state.meter.left.agent_s
-        call_s = min(self.task.limits.call_s_max, left_s, left_s if timeout_s is None else timeout_s)
-        called = await self._toolbox.call(workspace, call, call_s)
-        state.calls[call.name if call.name in self._toolbox.names else "(unknown)"] += 1
-        state.malformed += called.result.status == "malformed"
-        state.meter.agent_s += called.agent_s
-        if called.submits:
-            state.over = "completed"
-        elif state.meter.left.agent_s == 0.0 or (called.result.status == "timed_out" and call_s == left_s):
-            state.over = "agent_timeout"
-        return called.result
-
-    def _say(self, calls: list[ToolCall]) -> None:
-        message: Message = {"role": "assistant", "content": self._state.said}
-        if calls:
-            message["tool_calls"] = [call.as_message for call in calls]
-        self._state.said = ""
-        self._state.messages.append(message)
-
-    def _end_turn(self, results: list[ToolResult]) -> None:
-        state = self._state
-        state.meter.turns += 1
-        state.over = state.over or state.meter.reached
-        for result in results:
-            state.messages.append({"role": "tool", "tool_call_id": result.call_id, "content": result.content})
-        if not results and state.over is None:
-            state.messages.append({"role": "user", "content": NO_CALL})
-            self._log.entry("message", state.messages[-1])
-
-    def _observation(self, results: tuple[ToolResult, ...]) -> Observation:
-        state = self._state
-        return Observation(
-            messages=tuple(state.messages),
-            tools=self._toolbox.schemas,
-            left=state.meter.left,
-            turn=state.meter.turns,
-            results=results,
-            over=state.over,
-        )
-
     # the end
 
-    def _enter_sandbox(self, sandbox: Sandbox) -> None:
-        """From now on it is ended with the rollout."""
-        seen = LoggedSandbox(sandbox, self._log) if isinstance(self._log, FencedLog) else sandbox
-        self._workspace = Workspace(seen, self.task.limits.output_chars_max, self._state.shell)
-        self._workspace.calls = sum(self._state.calls.values())
-        self._workspace.first_s = self._state.first_s
-        self._state.sandbox_id = sandbox.id
-
-    def _artifact_to_grade(self) -> Artifact:
-        assert self._state.artifact is not None
-        if self._state.artifact.kind != "shared":
-            return self._state.artifact
-        assert self._workspace is not None
-        return replace(self._state.artifact, sandbox=self._workspace.sandbox)
-
-    async def _graded(self, job: GradeJob) -> Verdict:
+    async def _graded(self) -> Verdict:
+        state = self._state
+        job = GradeJob(
+            rollout_id=self.rollout_id,
+            task=self.task,
+            artifact=self._agent.to_grade(),
+            sandboxes=self._sandboxes,
+            log=self._log,
+        )
         try:
-            if self._pipeline is not None:
-                return await self._pipeline.grade(job)
-            async with GradingPipeline(self._client, self._settings, workers=1, waiting_max=1) as pipeline:
-                return await pipeline.grade(job)
+            return await graded(job, self._pipeline, self._client, self._settings)
         finally:
-            state = self._state
             state.enter("grade")
             state.spent_s |= {"grade_queue": job.queue_s, "grade": job.grade_s}
-
-    async def _end_sandbox(self) -> None:
-        workspace, self._workspace = self._workspace, None
-        if workspace is None:
-            return
-        self._state.first_s = workspace.first_s
-        try:
-            await workspace.close()
-        except BarchanError as error:
-            self._sandboxes.note("closing the agent's shell failed", error)
-        finally:
-            await self._sandboxes.end(workspace.sandbox, "agent")
-            self._state.sandbox_id = None
 
     async def _close_log(self, verdict: Verdict) -> None:
         """A log that can't be written is told in the verdict, which is on its way to the row."""
@@ -468,28 +492,7 @@ class Rollout:
             self._log.entry("verdict", asdict(verdict))
             self._state.head_hash = self._log.head_hash
             if isinstance(self._log, FencedLog):
-                await asyncio.to_thread(self._log.close)  # it waits for the disk
+                await self._close()
         except BarchanError as error:
             fact = Evidence(source="trajectory", fact="the log is not whole", value=str(error)[:400])
             self._state.verdict = replace(verdict, evidence=(*verdict.evidence, fact))
-
-
-def _told(result: ToolResult) -> Mapping[str, Any]:
-    return {"content": result.content, "status": result.status, "truncated": result.truncated}
-
-
-def _sampled(completion: Completion) -> Mapping[str, Any]:
-    """A model call as the trajectory log has it."""
-    usage = {"prompt_tokens": completion.prompt_tokens, "completion_tokens": completion.completion_tokens}
-    return {**asdict(completion), "usage": usage}
-
-
-def _check_completion(completion: Completion) -> None:
-    """Better refused here than a line in the results that nobody can read."""
-    try:
-        msgspec.convert(asdict(completion), Completion)
-        completion.text.encode()
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise InvalidSpec(f"no record of a model call: {error}") from error
-    if not all(map(math.isfinite, completion.logprobs)):
-        raise InvalidSpec("log-probs are finite numbers")

@@ -1,21 +1,16 @@
-"""A live rollout's state as bytes: kept beside its log for whoever goes on with it, and read back as values only."""
+"""A live rollout's state as bytes, for a pickle of it: read back as values only."""
 
 import io
-import os
 import pickle
 from collections import Counter, defaultdict
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from barchan.errors import BackendError, BlobCorrupt
+from barchan.errors import BlobCorrupt
 from barchan.rollout.limits import Meter
 from barchan.rollout.state import AttemptState
-from barchan.trajectory.format import FOLDER
-
-SUFFIX = ".state"
 
 
 def _rebuild(kind: type[Struct], fields: dict[str, Any]) -> Struct:
@@ -53,7 +48,7 @@ def load(data: bytes) -> AttemptState:
 
 
 class _Values(pickle.Unpickler):
-    """Makes values of ours and nothing else: a file in a run's folder must not be able to run a program."""
+    """Makes values of ours and nothing else: bytes of a run must not be able to run a program."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -63,37 +58,3 @@ class _Values(pickle.Unpickler):
             if isinstance(found, type) and (issubclass(found, Struct) or is_dataclass(found) or found is Meter):
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} is no value of a rollout's state")
-
-
-def state_path(run_folder: Path, rollout_id: str) -> Path:
-    return run_folder / FOLDER / f"{rollout_id}{SUFFIX}"
-
-
-def keep(run_folder: Path, rollout_id: str, data: bytes) -> None:
-    """Replace what was kept, in one step.
-
-    Raises:
-        BackendError: It can't be written.
-    """
-    path = state_path(run_folder, rollout_id)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(data)
-        partial.rename(path)
-    except OSError as error:
-        raise BackendError(f"{path} can't be written: {error.strerror}") from error
-
-
-def kept(run_folder: Path, rollout_id: str) -> bytes | None:
-    """What was kept last; None: nothing."""
-    path = state_path(run_folder, rollout_id)
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise BackendError(f"{path} can't be read: {error.strerror}") from error
-
-
-def drop(run_folder: Path, rollout_id: str) -> None:
-    state_path(run_folder, rollout_id).unlink(missing_ok=True)

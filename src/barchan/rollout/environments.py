@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
+from barchan.errors import Preempted
 from barchan.rollout.task import ScriptGrader, Task, TestsGrader
 from barchan.sdk.recipe import Recipe
 
@@ -28,6 +29,9 @@ async def prepare(
 
     Args:
         tasks: Each with its index, by which it is told of.
+
+    Raises:
+        Preempted: The run was put aside; no task is at fault.
     """
     waiting = []
     for index, task in tasks:
@@ -42,11 +46,16 @@ async def prepare(
             try:
                 for recipe in recipes_of(task):
                     await build(recipe)
+            except Preempted:
+                raise
             except Exception as error:  # the task's own boundary: its rollouts are void by it
                 await failed(index, error)
             else:
                 ready(index)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(BUILDS_AT_ONCE, len(waiting))):
-            group.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(BUILDS_AT_ONCE, len(waiting))):
+                group.create_task(work())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None

@@ -12,11 +12,11 @@ from msgspec.structs import asdict, replace
 from barchan.errors import GuestError, SandboxLost, TaskError
 from barchan.model.verdict import Evidence, Verdict
 from barchan.rollout.artifact import take, ungraded
+from barchan.rollout.doing import logged
 from barchan.rollout.graders import grader_of
 from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.integrity.canary import proof_in
 from barchan.rollout.integrity.imported import signs_of_artifact
-from barchan.rollout.logged import logged
 from barchan.rollout.oracle import put_oracle_files
 from barchan.rollout.ports import Log, NoLog
 from barchan.rollout.rules.control import agreed, disagree

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Literal
 
-from barchan.errors import Conflict, TaskError
+from barchan.errors import Conflict, Preempted, TaskError
 from barchan.rollout.attempt import Job
-from barchan.rollout.live import AsyncRollout, ended, failed, gone_on_with, opened
+from barchan.rollout.live import AsyncRollout, ended, failed, opened
 from barchan.rollout.shared import member_id
 from barchan.rollout.task import Task
 
@@ -20,7 +20,8 @@ OPENING_MAX = 64  # at once, of one group; the node has bounds of its own
 class AsyncGroup:
     """Iterate over it for its rollouts, in the order in which they are ready; each iteration gives all of them.
 
-    A member that can't start is over and void. Leaving the iteration early ends nothing: `cancel` does.
+    A member that can't start is over and void. Leaving the iteration early ends nothing: `cancel` does. Where the run
+    is put aside before all are ready, the iteration raises `Preempted`, and what was not begun has no verdict.
     """
 
     def __init__(self, run: "AsyncRun", name: str, key: str, task: Task, n: int, group_index: int) -> None:
@@ -34,6 +35,7 @@ class AsyncGroup:
         self._starting: asyncio.Task[None] | None = None
         self._members: list[asyncio.Task[None]] = []
         self._ready: list[AsyncRollout] = []
+        self._put_aside: Preempted | None = None
         self._changed = asyncio.Condition()
 
     def __repr__(self) -> str:
@@ -51,6 +53,8 @@ class AsyncGroup:
         while given < self.n:
             async with self._changed:
                 while len(self._ready) <= given:
+                    if self._put_aside is not None:
+                        raise self._put_aside
                     await self._changed.wait()
             yield self._ready[given]
             given += 1
@@ -94,13 +98,16 @@ class AsyncGroup:
         self._members += [asyncio.create_task(self._open(index, turns)) for index in range(self.n)]
 
     async def _open(self, index: int, turns: asyncio.Semaphore) -> None:
+        rollout: AsyncRollout | None = None
         async with turns:
             try:
                 rollout = await self._latest(index)
+            except Preempted as error:
+                self._put_aside = error
             except Exception as error:  # the member's own boundary: the others go on
                 rollout = await failed(self._run, self._job(index, 0), error)
         async with self._changed:
-            self._ready.append(rollout)
+            self._ready += [rollout] if rollout is not None else []
             self._changed.notify_all()
 
     async def _latest(self, index: int) -> AsyncRollout:
@@ -116,14 +123,16 @@ class AsyncGroup:
         return self._run._part.job(rollout_id, self.task, (self._group_index, index, attempt))
 
     async def _attempt(self, job: Job) -> AsyncRollout:
-        folder = self._run._part.folder
+        folder, known = self._run._part.folder, self._run._part.live.get(job.rollout_id)
+        if known is not None and not known.is_elsewhere:
+            return known  # it was taken over here before its group was asked for
         if folder is not None:
             verdict = await asyncio.to_thread(folder.verdict, job.rollout_id)
             if verdict is not None:
                 return ended(self._run, job, verdict)
             if folder.has_log(job.rollout_id):
-                return await gone_on_with(self._run, job)
-        why = self._run._part.quarantined.get(self.task.task_id)
+                return await opened(self._run, job)
+        why = await self._run._part.quarantine.why(self.task.task_id)
         if why is not None:
             raise TaskError(f"not begun, its task is quarantined: {why}", cause="task_quarantined")
         return await opened(self._run, job)

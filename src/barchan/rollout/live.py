@@ -5,23 +5,22 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from barchan.errors import BarchanError, BlobCorrupt, Conflict, SandboxExpired, SandboxLost
-from barchan.model.verdict import Cause, Evidence, Verdict
+from barchan.errors import Conflict
+from barchan.model.verdict import Cause, Verdict
 from barchan.rollout import carried
 from barchan.rollout.attempt import Job, Rollout
 from barchan.rollout.calls import Observation, ToolCall
 from barchan.rollout.ports import Log
+from barchan.rollout.record import Completion
+from barchan.rollout.resuming.bodies import is_abandoned
 from barchan.rollout.rules.control import quarantined
-from barchan.rollout.sandboxes import Sandboxes, SandboxesState
 from barchan.rollout.shared import POLICY, SharedFolder
 from barchan.rollout.state import AttemptState
-from barchan.rollout.verdict import void
+from barchan.rollout.store import opened_log
 from barchan.trajectory.writer import TrajectoryWriter
 
 if TYPE_CHECKING:
     from barchan.rollout.run import AsyncRun
-
-ABANDONED = "abandoned"
 
 
 class AsyncRollout:
@@ -45,18 +44,12 @@ class AsyncRollout:
         self._job = job
         self._writer: TrajectoryWriter | None = None
         self._is_busy = False
+        self._is_closed = False
+        self._telling = asyncio.Lock()
         self._is_lost = False  # to another process
         self._is_told = False  # whether the results have it
         self._carried = state  # not yet gone on with
-        self._rollout = Rollout(
-            self._part.client,
-            self._part.settings,
-            job,
-            policy_name=POLICY,
-            toolbox=self._part.toolbox(job.task),
-            open_log=self._open_log if self._part.has_folder else None,
-            state=state,
-        )
+        self._rollout = self._made(state)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.rollout_id!r})"
@@ -66,16 +59,37 @@ class AsyncRollout:
             raise Conflict(f"rollout {self.rollout_id} is in the middle of a call: send it between two")
         return _revive, (self._run, self._job, carried.dump(self._rollout.state))
 
+    def _made(self, state: AttemptState | None) -> Rollout:
+        return Rollout(
+            self._part.client,
+            self._part.settings,
+            self._job,
+            policy_name=POLICY,
+            toolbox=self._part.toolbox(self.task),
+            open_log=self._open_log if self._part.has_folder else None,
+            state=state,
+        )
+
     async def _open_log(self, job: Job) -> Log:
         if self._writer is None:
             folder = self._part.folder
             assert folder is not None
-            self._writer = await asyncio.to_thread(folder.log, job)  # it waits for the disk
+            self._writer = await opened_log(lambda: folder.log(job))
         return self._writer
 
     @property
     def verdict(self) -> Verdict | None:
         return None if self._is_lost or self._rollout.is_relieved else self._rollout.verdict
+
+    @property
+    def pending(self) -> tuple[Completion, ...]:
+        """Model calls that were recorded and not acted on yet: whoever goes on with it need not sample them again."""
+        return self._rollout.pending
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it went on here where its log had left it."""
+        return self._rollout.is_resumed
 
     @property
     def sandbox_id(self) -> str | None:
@@ -154,6 +168,7 @@ class AsyncRollout:
     async def cancel(self, reason: Literal["user", "stale", "surplus"] = "user") -> Verdict:
         """Give the rollout up, also in the middle of another call; its sandbox is ended."""
         if self._is_busy and self._carried is None:
+            self._check()
             verdict = await self._rollout.cancel(reason)
             await self._tell()
             return verdict
@@ -174,7 +189,12 @@ class AsyncRollout:
     async def _close(self) -> None:
         """Let go of the log; the rollout stays as it is, for its sandbox to end with the lease."""
         self._part.note_over(self)
-        if self._writer is not None and not self._is_busy:
+        self._is_closed = True
+        if not self._is_busy:
+            await self._close_log()
+
+    async def _close_log(self) -> None:
+        if self._writer is not None:
             await asyncio.to_thread(self._writer.close)
 
     @asynccontextmanager
@@ -191,6 +211,8 @@ class AsyncRollout:
             await self._tell()
         finally:
             self._is_busy = False
+            if self._is_closed:  # the run was left meanwhile
+                await self._close_log()
 
     @property
     def _is_used_up(self) -> bool:
@@ -215,7 +237,7 @@ class AsyncRollout:
         try:
             self._writer.check()
         except Conflict:
-            self._writer.close()
+            self._writer.let_go()
             return True
         return False
 
@@ -224,48 +246,54 @@ class AsyncRollout:
 
         Raises:
             Conflict: It has gone on in another process since.
-            SandboxExpired, SandboxLost: Its sandbox has ended.
+            SandboxExpired, SandboxLost: Its sandbox has ended, and the run has no folder.
         """
         state, folder = self._carried, self._part.folder
         if state is None:
             return
         if state.verdict is None:
-            if folder is not None and self._writer is None:
-                self._writer = await asyncio.to_thread(_take_over, folder, self._job, state.head_hash)
-                state.head_hash = self._writer.head_hash
-                carried.keep(folder.path, self.rollout_id, carried.dump(state))
-            if state.sandbox_id is not None:
-                await self._hold_sandbox(state.sandbox_id)
-            await self._rollout.resume()
+            if folder is None:
+                await self._rollout.resume()
+            else:  # from its log, which also knows of a call that was given up
+                if self._writer is None:
+                    self._writer = await self._taken_over(folder, state.head_hash)
+                self._rollout = self._made(None)
+                await self._rollout.open()
         self._carried = None
-        self._part.live[self.rollout_id] = self
+        self._part.note_begun(self)
 
-    async def _hold_sandbox(self, sandbox_id: str) -> None:
-        """Ask for the agent's sandbox as when it was made: so it comes under this run's lease, should nobody hold the
-        one that it was made under any more.
+    async def _taken_over(self, folder: SharedFolder, head_hash: str) -> TrajectoryWriter:
+        """The log of a rollout whose state is known, from there on.
+
+        Raises:
+            Conflict: It has gone on since, in another process.
         """
-        part, prefix = self._part, self._job.create_prefix
-        asked = Sandboxes(part.client, part.settings, self.rollout_id, create_prefix=prefix, state=SandboxesState())
-        found = await asked.create("agent", self.task.environment)
-        if found.id != sandbox_id:  # it ended so long ago that the node does not know it any more
-            await found.kill()
-            raise SandboxExpired(f"sandbox {sandbox_id} has ended", sandbox_id=sandbox_id)
+        try:
+            return await opened_log(lambda: folder.log_as_of(self.rollout_id, head_hash))
+        except Conflict as error:
+            why = f"rollout {self.rollout_id} has gone on in another process since"
+            raise Conflict(why, rollout_id=self.rollout_id) from error
 
     async def _tell(self) -> None:
-        """Keep the state for whoever goes on with it, or the record of what has ended."""
+        """Keep the record of what has ended. What has not is in its log."""
+        async with self._telling:
+            if self._rollout.verdict is not None:
+                await self._rollout.end(self._rollout.verdict)  # waits for an end that is under way
+            await self._tell_once()
+
+    async def _tell_once(self) -> None:
         self._check()
         if self.verdict is not None:
+            if self._part.live.get(self.rollout_id) is self:
+                await self._part.look(self._rollout.row(), self.task)
             self._part.note_over(self)
             if why := quarantined(self.verdict):
-                self._part.quarantined[self.task.task_id] = why
+                await self._part.quarantine.add(self.task.task_id, why)
         folder = self._part.folder
-        if folder is None or self._is_told:
+        if folder is None or self._is_told or self.verdict is None:
             return
-        if self.verdict is None:
-            carried.keep(folder.path, self.rollout_id, carried.dump(self._rollout.state))
-            return
-        self._is_told = True
         await asyncio.to_thread(_end, folder, self._rollout)
+        self._is_told = True
 
 
 def _end(folder: SharedFolder, rollout: Rollout) -> None:
@@ -273,26 +301,6 @@ def _end(folder: SharedFolder, rollout: Rollout) -> None:
     if artifact is not None and artifact.kind == "files":
         folder.add_artifact(rollout.rollout_id, artifact.data)
     folder.add(rollout.row())
-    carried.drop(folder.path, rollout.rollout_id)
-
-
-def _take_over(folder: SharedFolder, job: Job, head_hash: str) -> TrajectoryWriter:
-    """The log of a rollout whose state is known, from there on.
-
-    Raises:
-        Conflict: It has gone on since, in another process; or it was cut short in the middle of a call.
-    """
-    told = Conflict(f"rollout {job.rollout_id} has gone on in another process since", rollout_id=job.rollout_id)
-    found = folder.verify_log(job.rollout_id)
-    if found.open_intents:
-        raise Conflict(f"rollout {job.rollout_id} was cut short in the middle of a call", rollout_id=job.rollout_id)
-    if found.head_hash != head_hash:
-        raise told
-    writer = folder.log(job)
-    if writer.found_hash != head_hash:
-        writer.close()
-        raise told
-    return writer
 
 
 def _revive(run: "AsyncRun", job: Job, state: bytes) -> AsyncRollout:
@@ -307,50 +315,21 @@ def ended(run: "AsyncRun", job: Job, verdict: Verdict) -> AsyncRollout:
     return rollout
 
 
-async def gone_on_with(run: "AsyncRun", job: Job) -> AsyncRollout:
-    """A rollout that an earlier asking began: as it stands, or, where nobody can go on with it, over and void.
-
-    It can't be gone on with when its sandbox has ended, or when it was in the middle of a call: then nobody knows what
-    of that call came to be.
-    """
-    folder = run._part.folder
-    assert folder is not None
-    data = await asyncio.to_thread(carried.kept, folder.path, job.rollout_id)
-    if data is None:  # it was not open yet, so that there is nothing to know
-        return await opened(run, job)
-    rollout: AsyncRollout | None = None
-    try:
-        rollout = AsyncRollout(run, job, carried.load(data))
-        await rollout.observe()
-        return rollout
-    except (Conflict, BlobCorrupt, SandboxExpired, SandboxLost) as error:
-        if rollout is not None:
-            await rollout._close()
-        return await _abandoned(run, job, error)
-
-
 async def opened(run: "AsyncRun", job: Job) -> AsyncRollout:
-    """A rollout that begins here; one that meanwhile has gone on in another process says so by each of its calls."""
+    """A rollout that begins here, or that an earlier asking began: as its log leaves it, or over and void where nobody
+    can go on with it, since its sandbox has ended and can't be made again.
+
+    One that meanwhile has gone on in another process says so by each of its calls.
+    """
     rollout = AsyncRollout(run, job)
-    run._part.live[job.rollout_id] = rollout
+    run._part.note_begun(rollout)
     try:
         await rollout._open()
-    except BaseException:
+    except BaseException as error:
         await rollout._close()
-        if not rollout._is_lost:
+        is_elsewhere = rollout._is_lost or (isinstance(error, Conflict) and rollout._rollout.is_relieved)
+        if not is_elsewhere:
             raise
-    return rollout
-
-
-async def _abandoned(run: "AsyncRun", job: Job, why: BarchanError) -> AsyncRollout:
-    """Record that an attempt was left by its driver, and end what is left of it."""
-    rollout = AsyncRollout(run, job)
-    evidence = Evidence(source="run", fact=ABANDONED, value=f"{type(why).__name__}: {why}"[:400])
-    async with rollout._turn() as inner:
-        if not isinstance(why, BlobCorrupt):  # from now on its driver, should it still be there, can't go on
-            await inner.resume()
-        await run._part.client.kill(labels={"run": run.name, "rollout": job.rollout_id})
-        await inner.end(void("caller", "abandoned", (evidence,)))
     return rollout
 
 
@@ -360,8 +339,3 @@ async def failed(run: "AsyncRun", job: Job, error: Exception) -> AsyncRollout:
     rollout._is_told = True
     await rollout._rollout.fail(error)
     return rollout
-
-
-def is_abandoned(verdict: Verdict) -> bool:
-    """Whether an attempt ended because its driver left it, so that its place is open for the next."""
-    return any((fact.source, fact.fact) == ("run", ABANDONED) for fact in verdict.evidence)

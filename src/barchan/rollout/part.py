@@ -9,11 +9,15 @@ from msgspec import Struct
 from barchan.errors import LocalProtocolError
 from barchan.model.node import LeaseRequest
 from barchan.rollout.attempt import Job
+from barchan.rollout.breaker import Trip
 from barchan.rollout.environments import recipes_of
+from barchan.rollout.quarantine import Quarantine
+from barchan.rollout.record import RolloutRecord
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.shared import SharedFolder
 from barchan.rollout.task import ArtifactSpec, Task
 from barchan.rollout.tools import Toolbox
+from barchan.rollout.watch import Watch
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.endpoint import Endpoint
 from barchan.sdk.lease import Lease
@@ -29,12 +33,14 @@ class RunTerms(Struct, frozen=True, kw_only=True):
     Attributes:
         lease: With its id, once it is held.
         out: The folder for logs and results.
+        attach: The run must be there; what is not over is taken over.
     """
 
     endpoint: Endpoint
     lease: LeaseRequest
     settings: RunSettings
     out: str | None = None
+    attach: bool = False
 
 
 class Part:
@@ -44,7 +50,8 @@ class Part:
         is_owner: The lease was opened here, and is ended here.
         folder: None before the part is open, and where the run has none.
         live: Rollouts that are not over, by their ids.
-        quarantined: Tasks at which no further attempt begins in this process, and why, by their ids.
+        stopped: Why no further group is begun: voids of this process have piled up.
+        quarantine: Tasks at which no further attempt begins, in any process that has the folder.
     """
 
     def __init__(self, transport: Transport, terms: RunTerms, *, is_owner: bool) -> None:
@@ -55,7 +62,9 @@ class Part:
         self.client = AsyncClient(terms.endpoint, transport=transport, lease=self.lease)
         self.folder: SharedFolder | None = None
         self.live: dict[str, AsyncRollout] = {}
-        self.quarantined: dict[str, str] = {}
+        self.quarantine = Quarantine()
+        self.watch = Watch(self.settings.breaker, self.settings.template)
+        self.stopped: Trip | None = None
         self._is_open = self._was_left = False
         self._opening = asyncio.Lock()
         self._toolboxes: dict[tuple[tuple[str, ...], ArtifactSpec], Toolbox] = {}
@@ -71,17 +80,19 @@ class Part:
             async with self._opening:
                 if self.terms.out is not None and self.folder is None:
                     run_id = self.settings.run_id
-                    self.folder = await asyncio.to_thread(_open_folder, Path(self.terms.out), run_id)
+                    self.folder = await asyncio.to_thread(_open_folder, Path(self.terms.out), run_id, self.terms.attach)
+                    self.quarantine = await asyncio.to_thread(Quarantine, self.folder.path)
         except BaseException:
             await self.leave()
             raise
         self._is_open, self._was_left = True, False
         return lease_id
 
-    async def leave(self) -> None:
-        """End the lease, and with it its sandboxes, where it was opened; elsewhere let it go."""
+    async def leave(self, *, is_kept: bool = False) -> None:
+        """End the lease, and with it its sandboxes, where it was opened; elsewhere, or `is_kept`, let it go."""
         self._is_open, self._was_left = False, True
-        await (self.lease.end() if self.is_owner else self.lease.let_go())
+        self.quarantine.close()
+        await (self.lease.end() if self.is_owner and not is_kept else self.lease.let_go())
 
     async def ensure_open(self) -> None:
         """Refuse to work for a run that was not entered, or was left. One out of a pickle need not be entered.
@@ -121,12 +132,38 @@ class Part:
         prefix = f"{rollout_id}-{self.folder.salt}" if self.folder is not None else ""
         return Job(rollout_id, task, index, group_index, attempt, prefix)
 
+    def check_goes_on(self) -> None:
+        """Refuse to begin more.
+
+        Raises:
+            RunStopped: Voids have piled up.
+        """
+        if self.stopped is not None:
+            raise self.stopped.error
+
+    async def look(self, row: RolloutRecord, task: Task) -> None:
+        """A rollout of this process is over: whether voids pile up.
+
+        Raises:
+            BackendError: The folder can't be written.
+        """
+        trip = self.watch.ended(row, task)
+        if trip is not None and trip.task_id is not None:
+            await self.quarantine.hold_off(trip.task_id, trip.message)
+        elif trip is not None:
+            self.stopped = self.stopped or trip
+
+    def note_begun(self, rollout: "AsyncRollout") -> None:
+        self.live[rollout.rollout_id] = rollout
+        self.watch.began(rollout.rollout_id, rollout.task)
+
     def note_over(self, rollout: "AsyncRollout") -> None:
+        self.watch.forget(rollout.rollout_id)
         if self.live.get(rollout.rollout_id) is rollout:
             del self.live[rollout.rollout_id]
 
 
-def _open_folder(path: Path, run_id: str) -> SharedFolder:
+def _open_folder(path: Path, run_id: str, must_exist: bool) -> SharedFolder:
     from importlib import metadata  # slow to import, and a run without a folder doesn't want it
 
-    return SharedFolder(path, run_id, metadata.version("barchan"))
+    return SharedFolder(path, run_id, metadata.version("barchan"), must_exist=must_exist)

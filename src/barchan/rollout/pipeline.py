@@ -13,15 +13,17 @@ from typing import Self
 
 from msgspec import Struct
 
-from barchan.errors import Conflict, InvalidSpec
+from barchan.errors import Conflict, InvalidSpec, SandboxLost, TransportError
 from barchan.model.verdict import Verdict
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.grading import Controls, GradeJob, grade
 from barchan.rollout.percentiles import Percentiles, percentiles
 from barchan.rollout.ports import Client, Log, NoLog
+from barchan.rollout.rules.causes import RULES
 from barchan.rollout.sandboxes import Sandboxes, SandboxesState
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.task import Task
+from barchan.rollout.verdict import verdict_of_error
 
 TIMES_KEPT = 4096
 CONTROLS_MAX = 4096
@@ -128,3 +130,30 @@ class GradingPipeline:
         """Have all who wait look again."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def graded(job: GradeJob, pipeline: GradingPipeline | None, client: Client, settings: RunSettings) -> Verdict:
+    """Grade; once more, where the platform loses the grader or the way to it, and the artifact is still there.
+
+    Args:
+        pipeline: None: at once.
+
+    Raises:
+        BarchanError: What the platform, the model endpoint or the task failed to do.
+    """
+    try:
+        return await _graded_once(job, pipeline, client, settings)
+    except (TransportError, SandboxLost) as error:
+        if job.artifact.kind == "shared" or RULES[verdict_of_error(error, "grade").cause].retry != "resume":
+            raise
+    job.sandboxes.begin_grading_anew()
+    return await _graded_once(job, pipeline, client, settings)
+
+
+async def _graded_once(
+    job: GradeJob, pipeline: GradingPipeline | None, client: Client, settings: RunSettings
+) -> Verdict:
+    if pipeline is not None:
+        return await pipeline.grade(job)
+    async with GradingPipeline(client, settings, workers=1, waiting_max=1) as alone:
+        return await alone.grade(job)

@@ -1,6 +1,9 @@
-"""Which attempt comes next, which one is surplus, which one is tried again. Pure: no sandbox, no clock."""
+"""Which attempt comes next, which one is surplus, which one is tried again, which group is given up. Pure: no sandbox,
+no clock.
+"""
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,6 +41,13 @@ class Sampling(NamedTuple):
     def started(self) -> int:
         return self.group + self.over_sample
 
+    @property
+    def min_valid(self) -> int:
+        """Scored members below which a group is of no use: half of those wanted, and at least 2. A single attempt is no
+        group.
+        """
+        return min(self.group, max(2, math.ceil(self.group / 2)))
+
 
 class Settled(NamedTuple):
     """What follows from an attempt's end.
@@ -47,12 +57,14 @@ class Settled(NamedTuple):
         surplus: Started members of the group that nobody needs any more.
         spare: Those that were not started yet.
         retry: The void member's next try.
+        given_up: Those that were not started, and are not worth it: too few of the group can still be scored.
     """
 
     counts: bool = True
     surplus: tuple[Member, ...] = ()
     spare: tuple[Member, ...] = ()
     retry: Member | None = None
+    given_up: tuple[Member, ...] = ()
 
 
 class _Group:
@@ -75,8 +87,10 @@ class Plan:
         self, groups: int, sampling: Sampling, first_attempt: Callable[[int, int], int | None] = lambda group, sample: 0
     ) -> None:
         self._wanted = sampling.group
+        self._min_valid = sampling.min_valid
         self._groups: list[_Group] = []
         self._heap: list[Member] = []
+        self._is_stopped = False
         self.unfinished = 0
         for group_index in range(groups):
             firsts = {sample: first_attempt(group_index, sample) for sample in range(sampling.started)}
@@ -113,22 +127,40 @@ class Plan:
                 return member
         return None
 
-    def settle(self, member: Member, verdict: Verdict) -> Settled:
-        """Take note of a started member's end."""
+    def settle(self, member: Member, verdict: Verdict, *, again: bool = False) -> Settled:
+        """Take note of a started member's end.
+
+        Args:
+            again: It was no attempt at all, since nobody could go on with it: another one takes its place, beside those
+                that refills allow.
+        """
         group = self._groups[member.group_index]
         if member in group.live:
             group.live.remove(member)
             self.unfinished -= 1
         if verdict.status == "scored":
             return self._settle_scored(group)
-        if self._is_tried_again(group, verdict):
-            group.refills_left -= 1
-            again = member._replace(attempt=member.attempt + 1)
-            group.waiting.add(again)
-            heapq.heappush(self._heap, again)
+        is_wanted = not self._is_stopped and group.scored < self._wanted
+        if is_wanted and (again or self._is_tried_again(group, verdict)):
+            group.refills_left -= not again
+            retry = member._replace(attempt=member.attempt + 1)
+            group.waiting.add(retry)
+            heapq.heappush(self._heap, retry)
             self.unfinished += 1
-            return Settled(retry=again)
-        return Settled()
+            return Settled(retry=retry)
+        return Settled(given_up=self._given_up(member.group_index))
+
+    def _given_up(self, group_index: int) -> tuple[Member, ...]:
+        """What need not be started of a group that has lost too many."""
+        group = self._groups[group_index]
+        if group.scored + len(group.live) + len(group.waiting) >= self._min_valid:
+            return ()
+        return tuple(self.drop(group_index))
+
+    def stop(self) -> int:
+        """Start nothing any more; returns how many that leaves out."""
+        self._is_stopped = True
+        return sum(len(self.drop(group_index)) for group_index in range(len(self._groups)))
 
     def _settle_scored(self, group: _Group) -> Settled:
         if group.scored >= self._wanted:
@@ -142,7 +174,7 @@ class Plan:
         return settled
 
     def _is_tried_again(self, group: _Group, verdict: Verdict) -> bool:
-        if verdict.fault not in TRIED_AGAIN or RULES[verdict.cause].retry == "never" or quarantined(verdict):
+        if verdict.fault not in TRIED_AGAIN or RULES[verdict.cause].retry in ("never", "stop") or quarantined(verdict):
             return False
         falls_short = group.scored + len(group.live) + len(group.waiting) < self._wanted
         return falls_short and group.refills_left > 0

@@ -7,17 +7,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 
+from barchan.model.denials import Denials
 from barchan.model.node import ImageInfo
 from barchan.model.sandbox import ExecResult, FileInfo, ProcessInfo
-from barchan.sdk.aio.shell import ShellPoint, ShellResult
+from barchan.model.snapshot_info import SnapshotKind
+from barchan.sdk.aio.shell import ShellPoint, ShellResult, ShellRun
 from barchan.sdk.options import CreateOptions
-from barchan.trajectory.format import Kind
+from barchan.trajectory.format import Entry, Kind
 
 RLimits = dict[str, tuple[int, int]]
 
 
 class Files(Protocol):
     def as_user(self, user: str | None) -> Self: ...
+
+    def fenced(self, epoch: int, /) -> Self: ...
 
     async def read(self, path: str, /, *, length: int | None = None) -> bytes: ...
 
@@ -42,7 +46,9 @@ class Shell(Protocol):
     @property
     def point(self) -> ShellPoint | None: ...
 
-    async def run(self, command: str, /, *, timeout_s: float = ...) -> ShellResult: ...
+    async def begin(self) -> ShellRun: ...
+
+    async def run(self, command: str, /, *, timeout_s: float = ..., begun: ShellRun | None = ...) -> ShellResult: ...
 
     async def close(self) -> None: ...
 
@@ -76,6 +82,12 @@ class Named(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def kind(self) -> SnapshotKind: ...
+
 
 class Sandbox(Protocol):
     @property
@@ -89,12 +101,14 @@ class Sandbox(Protocol):
         command: str | Sequence[str],
         /,
         *,
+        process_id: str | None = ...,
         stdin: bytes = ...,
         user: str | None = ...,
         cwd: str | None = ...,
         env: Mapping[str, str] = ...,
         rlimits: RLimits = ...,
         merge_stderr: bool = ...,
+        restrained: bool = ...,
         timeout_s: float = ...,
         max_output_bytes: int = ...,
     ) -> ExecResult: ...
@@ -120,7 +134,11 @@ class Sandbox(Protocol):
 
     async def shell(self, *, max_output_bytes: int = ..., point: ShellPoint | None = ...) -> Shell: ...
 
-    async def snapshot(self, name: str, /) -> Named: ...
+    async def snapshot(
+        self, name: str, /, *, kind: SnapshotKind = ..., metadata: Mapping[str, str] | None = ...
+    ) -> Named: ...
+
+    async def denials(self) -> Denials: ...
 
     async def kill(self) -> object: ...
 
@@ -130,22 +148,38 @@ class Client(Protocol):
 
     async def attach(self, sandbox_id: str, /) -> Sandbox: ...
 
+    async def kill(self, *, labels: Mapping[str, str]) -> int: ...
+
     async def image(self, name: str, /) -> ImageInfo: ...
 
     async def remove_image(self, name: str, /) -> object: ...
 
+    def use_tokens(self, count: int, /) -> None: ...
+
 
 class Log(Protocol):
-    """A rollout's trajectory log; `barchan.trajectory.writer.TrajectoryWriter` is one."""
+    """A rollout's trajectory log; `barchan.trajectory.writer.TrajectoryWriter` is one. `is_begun`: by another."""
+
+    @property
+    def is_begun(self) -> bool: ...
 
     @property
     def head_hash(self) -> str: ...
 
-    def intent(self, kind: Kind, args: Mapping[str, Any], /) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+
+    def intent(self, kind: Kind, args: Mapping[str, Any], /, *, op_id: str | None = ...) -> int: ...
 
     def result(self, seq: int, outcome: Mapping[str, Any], /) -> int: ...
 
     def entry(self, kind: Kind, body: Mapping[str, Any], /) -> int: ...
+
+    async def committed(self, seq: int | None = None, /) -> None: ...
+
+    def entries(self) -> list[Entry]: ...
+
+    def check(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -154,8 +188,10 @@ class NoLog:
     """For a rollout that keeps no trajectory."""
 
     head_hash = ""
+    is_begun = False
+    epoch = 0
 
-    def intent(self, kind: Kind, args: Mapping[str, Any], /) -> int:
+    def intent(self, kind: Kind, args: Mapping[str, Any], /, *, op_id: str | None = None) -> int:
         return 0
 
     def result(self, seq: int, outcome: Mapping[str, Any], /) -> int:
@@ -163,6 +199,15 @@ class NoLog:
 
     def entry(self, kind: Kind, body: Mapping[str, Any], /) -> int:
         return 0
+
+    async def committed(self, seq: int | None = None, /) -> None:
+        """Nothing waits for a disk."""
+
+    def entries(self) -> list[Entry]:
+        return []
+
+    def check(self) -> None:
+        """Nobody else can have it."""
 
     def close(self) -> None:
         """Nothing is open."""

@@ -8,11 +8,12 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from barchan.errors import InvalidSpec, LocalProtocolError, NotFound
+from barchan.errors import BackendError, InvalidSpec, LocalProtocolError, NotFound, Preempted
 from barchan.model.node import PRIORITY_MAX, Budget, LeaseRequest
 from barchan.model.tiers import Waiting
-from barchan.rollout.group import AsyncGroup
-from barchan.rollout.live import AsyncRollout, ended, gone_on_with
+from barchan.rollout.breaker import BreakerTerms
+from barchan.rollout.group import OPENING_MAX, AsyncGroup
+from barchan.rollout.live import AsyncRollout, ended, opened
 from barchan.rollout.part import Part, RunTerms
 from barchan.rollout.settings import RunSettings
 from barchan.rollout.shared import group_name, member_of, other_group
@@ -76,7 +77,11 @@ class AsyncRun:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the lease, and with it the sandboxes of unfinished rollouts, where it was opened; elsewhere let it go."""
+        """End the lease, and with it the sandboxes of unfinished rollouts, where it was opened; elsewhere let it go.
+
+        After a `BackendError` (its results can't be kept, say) they live for the grace time: it can be gone on with. A
+        run that was put aside keeps them anyway.
+        """
         if self._known_as is not None:
             _runs.pop(self._known_as, None)
         try:
@@ -87,7 +92,7 @@ class AsyncRun:
         finally:
             self._groups.clear()
             self._part.live.clear()
-            await self._part.leave()
+            await self._part.leave(is_kept=isinstance(error, BackendError | Preempted))
 
     async def group(self, task: Task, n: int, *, key: str) -> AsyncGroup:
         """`n` attempts at a task. Its environment is made first, once, whoever else asks for it; then its members start
@@ -99,6 +104,7 @@ class AsyncRun:
         Raises:
             Conflict: The key was used for another task or size.
             TaskError, NotFound: The environment can't be made.
+            RunStopped: Too many of this process's latest rollouts were void; it says what these have in common.
         """
         check_count(n=n)
         if n > MEMBERS_MAX:
@@ -110,6 +116,7 @@ class AsyncRun:
         self._part.toolbox(task)  # an unknown tool is told before anything starts
         await self._part.ensure_open()
         if key not in self._groups:
+            self._part.check_goes_on()
             name, index, folder = group_name(self.name, key), 0, self._part.folder
             if folder is not None:
                 index = (await asyncio.to_thread(folder.claim, name, key, n, task)).group_index
@@ -123,10 +130,10 @@ class AsyncRun:
         return group
 
     async def rollout(self, rollout_id: str) -> AsyncRollout:
-        """A rollout of this run by its id, wherever it was driven before; from then on it goes on here.
+        """A rollout of this run by its id, wherever it was driven before; from then on it goes on here, where its log
+        leaves it: what its driver was killed in the middle of is finished first.
 
-        One that nobody can go on with, since its sandbox has ended or its driver was killed in the middle of a call, is
-        over and void.
+        One that nobody can go on with, since its sandbox has ended and can't be made again, is over and void.
 
         Raises:
             NotFound: The run has no such rollout, or no folder to find it in.
@@ -148,7 +155,30 @@ class AsyncRun:
             return ended(self, job, verdict)
         if not folder.has_log(rollout_id):
             raise NotFound(f"run {self.name!r} has no rollout {rollout_id}")
-        return await gone_on_with(self, job)
+        return await opened(self, job)
+
+    async def rollouts(self) -> list[AsyncRollout]:
+        """All of this run that are not over, by their ids; each is taken over from whoever had it, as by `rollout`.
+
+        Raises:
+            NotFound: The run has no folder to find them in.
+        """
+        await self._part.ensure_open()
+        folder = self._part.folder
+        if folder is None:
+            raise NotFound(f"run {self.name!r} has no folder (out=) to find rollouts in")
+        turns = asyncio.Semaphore(OPENING_MAX)
+
+        async def one(rollout_id: str) -> AsyncRollout:
+            async with turns:
+                return await self.rollout(rollout_id)
+
+        unfinished = await asyncio.to_thread(folder.unfinished)
+        found = await asyncio.gather(*map(one, unfinished), return_exceptions=True)
+        for error in found:  # once none is under way any more: what was taken over is there when it is asked for again
+            if isinstance(error, BaseException):
+                raise error
+        return [rollout for rollout in found if isinstance(rollout, AsyncRollout)]
 
     def _know_as(self, lease_id: str) -> None:
         self._known_as = (self._part.terms.endpoint, lease_id)
@@ -190,17 +220,25 @@ def run_of(
     memory_mib: int,
     pids_max: int,
     capacity_wait_s: float,
+    snapshot_every: int,
+    breaker: float,
     waiting: Waiting | None,
+    attach: bool,
 ) -> AsyncRun:
     """What `client.run()` gives.
 
     Raises:
-        InvalidSpec: The name is empty or too long, or the priority out of range.
+        InvalidSpec: The name is empty or too long, the priority out of range, or there is no folder to attach to.
     """
     if not name or len(name) > NAME_CHARS_MAX or not name.isprintable():
         raise InvalidSpec(f"a run's name has 1 to {NAME_CHARS_MAX} printable characters: {name[:200]!r}")
     if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
         raise InvalidSpec(f"priority={priority}: from {-PRIORITY_MAX} to {PRIORITY_MAX}")
+    check_count(0, snapshot_every=snapshot_every)
+    if not 0.0 <= breaker <= 1.0:
+        raise InvalidSpec(f"breaker={breaker}: a share from 0 to 1, and 0 for none")
+    if attach and out is None:
+        raise InvalidSpec(f"run {name!r}: attach needs the run's folder: give out=")
     lease = LeaseRequest(
         grace_s=grace_s,
         labels={**checked_labels(labels or {}), "run": name},
@@ -215,7 +253,9 @@ def run_of(
         memory_mib=memory_mib,
         pids_max=pids_max,
         capacity_wait_s=capacity_wait_s,
+        snapshot_every=snapshot_every,
+        breaker=BreakerTerms(share=breaker),
     )
     folder = os.path.abspath(out) if out is not None else None
-    terms = RunTerms(endpoint=client.endpoint, lease=lease, settings=settings, out=folder)
+    terms = RunTerms(endpoint=client.endpoint, lease=lease, settings=settings, out=folder, attach=attach)
     return AsyncRun(Part(transport, terms, is_owner=True))

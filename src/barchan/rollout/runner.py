@@ -6,14 +6,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 from msgspec.structs import asdict, replace
 
-from barchan.errors import InvalidSpec, TaskError
+from barchan.errors import InvalidSpec, Preempted, TaskError
 from barchan.model.verdict import Cause, Evidence
 from barchan.rollout.attempt import Job, Rollout
-from barchan.rollout.calls import Observation
+from barchan.rollout.breaker import Trip
+from barchan.rollout.calls import Observation, parse_calls
 from barchan.rollout.environments import prepare
 from barchan.rollout.graders import grader_of
 from barchan.rollout.pipeline import GradingPipeline
@@ -21,12 +22,15 @@ from barchan.rollout.plan import Member, Plan, Sampling
 from barchan.rollout.policies.base import Policy, Step
 from barchan.rollout.ports import Client, Log
 from barchan.rollout.record import RolloutRecord
+from barchan.rollout.resuming.bodies import is_abandoned
 from barchan.rollout.rules.control import quarantined
 from barchan.rollout.settings import RunSettings
+from barchan.rollout.state import Decided
 from barchan.rollout.summary import Waits
 from barchan.rollout.task import SharedArtifact, Task
 from barchan.rollout.tools import Toolbox
 from barchan.rollout.verdict import cancelled
+from barchan.rollout.watch import Watch
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.recipe import Recipe
 
@@ -36,14 +40,14 @@ async def converse(rollout: Rollout, policy: Policy) -> Cause | None:
     rollout.
     """
     observation = await rollout.observe()
-    step = Step()
-    while observation.over is None and not step.is_last:
-        step = await _step(policy, rollout, observation)
-        if step.completion is not None:
-            await rollout.record(**asdict(step.completion))
-        if step.tool_calls or not step.is_last:
-            observation = await rollout.act(step.tool_calls)
-    return step.cause
+    if rollout.is_resumed and rollout.decided is None and not rollout.is_at_end:
+        await rollout.note_asked_again()
+    while not rollout.is_at_end:
+        decided = rollout.decided or await _decided(rollout, policy, observation)
+        if decided.is_last and not decided.tool_calls:
+            return decided.cause
+        observation = await rollout.act(decided.tool_calls)
+    return rollout.state.ended_by
 
 
 async def play(rollout: Rollout, policy: Policy) -> None:
@@ -51,11 +55,18 @@ async def play(rollout: Rollout, policy: Policy) -> None:
     await rollout.finish(await converse(rollout, policy))
 
 
-async def _step(policy: Policy, rollout: Rollout, observation: Observation) -> Step:
+async def _decided(rollout: Rollout, policy: Policy, observation: Observation) -> Decided:
+    """The policy's next step, on record before anything of it is done."""
     step = await policy.step(rollout.task, rollout.sample_index, observation)
     if not isinstance(step, Step):  # a user's own class, that no type checker may have seen
         raise InvalidSpec(f"policy {policy.name}: step() gave a {type(step).__name__}, not a Step")
-    return step
+    calls = tuple(parse_calls(step.tool_calls, observation.turn))
+    decided = Decided(tool_calls=calls, is_last=step.is_last, cause=step.cause)
+    if step.completion is not None:
+        await rollout.record(**asdict(step.completion), decided=decided)
+    else:
+        await rollout.decide(decided)
+    return decided
 
 
 class Earlier(NamedTuple):
@@ -63,7 +74,7 @@ class Earlier(NamedTuple):
 
     Attributes:
         scored: Places (group_index, sample_index) that have their score.
-        rollout_ids: Ids that were used, whatever became of them.
+        rollout_ids: Ids of the rollouts that are over, whatever became of them.
     """
 
     scored: frozenset[tuple[int, int]] = frozenset()
@@ -81,6 +92,8 @@ class Runner:
     Attributes:
         rollouts_total: Places in all groups.
         agents: Rollouts that hold an agent's place.
+        stopped: Why the run has begun no more rollouts, before all were: its circuit breaker. None: it has not.
+        resumed: Rollouts that went on where their logs had left them; `answered`: steps that these logs have given.
 
     Raises:
         InvalidSpec: A task names a tool that is not there.
@@ -115,7 +128,7 @@ class Runner:
         self._sampling = Sampling(settings.group, settings.over_sample, settings.refill)
         self._plan = Plan(len(tasks), self._sampling, self._first_attempt)
         self.rollouts_total = len(tasks) * self._sampling.started
-        self.agents = 0
+        self.agents = self.resumed = self.answered = 0
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._graders = GradingPipeline(
             client,
@@ -126,6 +139,11 @@ class Runner:
         self._group = asyncio.TaskGroup()
         self._live: dict[Member, asyncio.Task[None]] = {}
         self._surplus: set[Member] = set()
+        self._is_put_aside = False
+        # Policies that ask a server say which.
+        self._watch = Watch(settings.breaker, settings.template, str(getattr(policy, "endpoint", "")))
+        self._preparing: asyncio.Task[None] | None = None
+        self.stopped: Trip | None = None
         self._setting_up = 0
         self._changed = asyncio.Event()
         self._waited_s = {"slot": 0.0, "graders": 0.0, "environments": 0.0}
@@ -147,10 +165,11 @@ class Runner:
 
         Raises:
             Exception: What the sink raised; it ends the run, like cancelling.
+            Preempted: The run was put aside; what is not over stays as it is, without a record.
         """
         try:
             async with self._graders, self._group:
-                self._group.create_task(self._set_up())
+                self._preparing = self._group.create_task(self._set_up())
                 await self._open_all()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
@@ -190,7 +209,11 @@ class Runner:
     async def _set_up(self) -> None:
         tasks = [(index, task) for index, task in enumerate(self._tasks) if self._plan.waits(index)]
         self._setting_up = len(tasks)
-        await prepare(tasks, self._build, self._ready, self._not_set_up)
+        try:
+            await prepare(tasks, self._build, self._ready, self._not_set_up)
+        except Preempted:
+            self._is_put_aside = True
+            raise
 
     async def _build(self, recipe: Recipe) -> None:
         from barchan.sdk.build import build  # with its packing, which runs without recipes don't need
@@ -209,7 +232,8 @@ class Runner:
         for member in members:
             rollout = self._rollout(member)
             await rollout.fail(error)
-            self._sink(rollout.row())
+            self._keep_row(rollout.row())
+            self._look(member, rollout.row())
         self._setting_up -= 1
         self._changed.set()
 
@@ -246,21 +270,34 @@ class Runner:
         task = asyncio.current_task()
         assert task is not None
         self._live[member] = task
+        self._watch.began(rollout.rollout_id, rollout.task)
         try:
             if member in self._surplus:
                 self._free_place()
             else:
                 await self._play(rollout)
+        except Preempted:
+            self._is_put_aside = True
+            raise
         except asyncio.CancelledError:
+            if self._is_put_aside:
+                await rollout.leave()
+                raise
             if member not in self._surplus:
                 await rollout.cancel()
                 self._settle(member, rollout.row())
                 raise
             task.uncancel()
         except Exception as error:  # the rollout's own boundary: whatever it was becomes its record
+            if rollout.is_relieved:
+                self._is_put_aside = True
+                raise  # somebody else goes on with it, and so with this run
+            del self._live[member]  # it is at its end, and whoever finds it surplus leaves it to that
             await rollout.fail(error)
         finally:
-            del self._live[member]
+            self._live.pop(member, None)
+            self.resumed += rollout.is_resumed
+            self.answered += rollout.state.answered
         if member in self._surplus:
             await rollout.cancel("surplus")
         self._settle(member, rollout.row())
@@ -284,19 +321,19 @@ class Runner:
         if self._keep_artifact is not None and artifact is not None and artifact.kind == "files":
             await asyncio.to_thread(self._keep_artifact, rollout.rollout_id, artifact.data)
 
-    async def _skip(self, member: Member) -> None:
+    async def _skip(self, member: Member, reason: Literal["surplus", "group"] = "surplus") -> None:
         """The record of a member that nobody needs to start."""
         rollout = self._rollout(member)
-        await rollout.cancel("surplus")
-        self._sink(rollout.row())
+        await rollout.end(cancelled("setup", reason))
+        self._keep_row(rollout.row())
 
     async def _skip_quarantined(self, member: Member, why: str) -> None:
         rollout = self._rollout(member)
         await rollout.fail(TaskError(f"not begun, its task is quarantined: {why}", cause="task_quarantined"))
-        self._sink(rollout.row())
+        self._keep_row(rollout.row())
 
     def _quarantine(self, group_index: int, why: str) -> None:
-        """Begin no further attempts at a task whose gradings nothing can be compared with."""
+        """Begin no further attempts at a task."""
         members = self._plan.drop(group_index)
         if members:
             task_id = self._tasks[group_index].task_id
@@ -304,21 +341,59 @@ class Runner:
         for other in members:
             self._group.create_task(self._skip_quarantined(other, why))
 
+    def _keep_row(self, row: RolloutRecord) -> None:
+        """Where results can't be kept, what is under way is left as it is, for whoever goes on with the run."""
+        try:
+            self._sink(row)
+        except BaseException:
+            self._is_put_aside = True
+            raise
+
     def _settle(self, member: Member, row: RolloutRecord) -> None:
-        settled = self._plan.settle(member, row.verdict)
+        settled = self._plan.settle(member, row.verdict, again=is_abandoned(row.verdict))
         if not settled.counts:
             row = _too_late(row)
-        self._sink(row)
+        self._keep_row(row)
         for other in settled.surplus:
             self._surplus.add(other)
             if other in self._live:
                 self._live[other].cancel()
         for other in settled.spare:
             self._group.create_task(self._skip(other))
+        if settled.given_up:
+            self._give_up(settled.given_up)
         why = quarantined(row.verdict)
         if why:
             self._quarantine(member.group_index, why)
+        self._look(member, row)
         self._changed.set()
+
+    def _look(self, member: Member, row: RolloutRecord) -> None:
+        """Whether voids have piled up."""
+        trip = self._watch.ended(row, self._tasks[member.group_index])
+        if trip is not None and trip.task_id is not None:
+            self._quarantine(member.group_index, trip.message)
+        elif trip is not None and self.stopped is None:
+            self._stop(trip)
+
+    def _give_up(self, members: Sequence[Member]) -> None:
+        task_id = self._tasks[members[0].group_index].task_id
+        self._notice(
+            f"a group of task {task_id} is given up, {len(members)} of its rollouts are not begun: "
+            f"fewer than the {self._sampling.min_valid} that advantages take can still be scored"
+        )
+        for member in members:
+            self._group.create_task(self._skip(member, "group"))
+
+    def _stop(self, trip: Trip) -> None:
+        """Begin nothing more. What is under way comes to its end; what was not begun has no record, so that a resumed
+        run begins it.
+        """
+        self.stopped = trip
+        left = self._plan.stop()
+        if self._preparing is not None:
+            self._preparing.cancel()
+        self._notice(f"{trip.message}; {left} rollouts are not begun")
 
 
 def _too_late(row: RolloutRecord) -> RolloutRecord:

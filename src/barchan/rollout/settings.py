@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from barchan.model.sandbox import BackendName
+from barchan.rollout.breaker import BreakerTerms
 from barchan.rollout.limits import GradingLimits
 
 
@@ -20,8 +21,11 @@ class RunSettings(Struct, frozen=True, kw_only=True):
             rewards that disagree.
         capacity_wait_s: How long a rollout waits, in total, for a node that has no room; then it is void.
         lease_id: That of every sandbox; None: the client's own.
+        snapshot_every: Turns from one snapshot of an agent's sandbox to the next, from which a rollout can go on where
+            its sandbox is lost; 0: none.
         keep_images: Images that hold a `diff` artifact stay on the node after the grading, so that it can be repeated.
         grading: What a candidate may use while it is graded.
+        breaker: When so many voids have something in common that no further rollout is begun.
     """
 
     run_id: str
@@ -37,5 +41,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     pids_max: int = 128
     capacity_wait_s: float = 300.0
     lease_id: str | None = None
+    snapshot_every: int = 0
     keep_images: bool = False
     grading: GradingLimits = GradingLimits()
+    breaker: BreakerTerms = BreakerTerms()

@@ -19,14 +19,13 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from barchan.errors import BackendError, BlobCorrupt, Conflict, InvalidSpec, NotFound
+from barchan.errors import BackendError, Conflict, InvalidSpec, NotFound
 from barchan.model.verdict import Verdict
 from barchan.rollout.attempt import Job
 from barchan.rollout.record import RolloutRecord
-from barchan.rollout.store import FORMAT, ROLLOUTS, RUN, TASKS, RunInfo, artifact_path, header_of, read_run
+from barchan.rollout.store import FORMAT, ROLLOUTS, RUN, TASKS, RunInfo, artifact_path, begun_log, header_of, read_run
 from barchan.rollout.task import Task
-from barchan.trajectory.format import log_path
-from barchan.trajectory.reader import Verification, verify
+from barchan.trajectory.format import FOLDER, SUFFIX, log_path
 from barchan.trajectory.writer import TrajectoryWriter
 
 GROUPS = "groups"
@@ -103,7 +102,7 @@ class Lines(Generic[T]):
         Raises:
             InvalidSpec: One is none of ours.
         """
-        with _translated(self._path), open(self._path, "rb") as file:
+        with translated(self._path), open(self._path, "rb") as file:
             file.seek(self._offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -121,7 +120,7 @@ class Lines(Generic[T]):
         Raises:
             Conflict: Another process does not let go: it is a run of its own that writes here.
         """
-        with _translated(self._path):
+        with translated(self._path):
             fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 _lock(fd, self._path)
@@ -146,16 +145,22 @@ class SharedFolder:
     Attributes:
         salt: The same in every process that has this folder, and in no other folder.
 
+    Args:
+        must_exist: Make no folder, and no run in it.
+
     Raises:
         InvalidSpec: It holds another run, or can't be made.
+        NotFound: It holds no run, and has to.
     """
 
-    def __init__(self, path: Path, run_id: str, version: str) -> None:
+    def __init__(self, path: Path, run_id: str, version: str, *, must_exist: bool = False) -> None:
         self.path = path
         self._version = version
         info = RunInfo(
             run_id=run_id, task_set="", policy=POLICY, settings={}, barchan_version=version, started_unix_s=time.time()
         )
+        if must_exist and not (path / RUN).exists():
+            raise NotFound(f"{path} holds no run to attach to (try: attach=False, which begins one)")
         try:
             (path / GROUPS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -208,8 +213,11 @@ class SharedFolder:
         return known
 
     def add(self, record: RolloutRecord) -> None:
-        """Append a rollout's line; it outlives this process from then on."""
-        self._rows.append(record)
+        """Append a rollout's line, unless it has one; it outlives this process from then on."""
+        with self._rows.locked() as fd, self._reading:
+            self._verdicts |= {row.rollout_id: row.verdict for row in self._rows.new()}
+            if record.rollout_id not in self._verdicts:
+                self._rows.append_to(fd, record)
 
     def verdict(self, rollout_id: str) -> Verdict | None:
         """What became of a rollout, whoever drove it; None: nothing yet."""
@@ -223,29 +231,29 @@ class SharedFolder:
 
         Raises:
             BlobCorrupt, BackendError: It can't be read, or written.
+            Conflict: Somebody else is about to go on with it.
         """
-        path = log_path(self.path, job.rollout_id)
-        try:
-            return TrajectoryWriter.create(path, header_of(job, self.info, self._version))
-        except Conflict:
-            return TrajectoryWriter.reopen(path)
+        return begun_log(log_path(self.path, job.rollout_id), header_of(job, self.info, self._version))
 
-    def verify_log(self, rollout_id: str) -> Verification:
-        """What a rollout's log has come to.
+    def log_as_of(self, rollout_id: str, head_hash: str) -> TrajectoryWriter:
+        """Take a rollout's log over, as it was known.
 
         Raises:
-            BlobCorrupt: The log is broken.
+            BlobCorrupt, BackendError: It can't be read, or written.
+            Conflict: It has gone on since; whoever goes on with it is not disturbed.
         """
-        found = verify(log_path(self.path, rollout_id))
-        if not found.ok:
-            raise BlobCorrupt(f"the log of rollout {rollout_id} is broken: {found.why}")
-        return found
+        return TrajectoryWriter.reopen(log_path(self.path, rollout_id), found_hash=head_hash)
 
     def add_artifact(self, rollout_id: str, data: bytes) -> None:
         """Keep an artifact that is no text."""
         path = artifact_path(self.path, rollout_id)
         path.parent.mkdir(exist_ok=True)
         _write_once(path, data)
+
+    def unfinished(self) -> list[str]:
+        """The rollouts that have a log and no line in the results, by their ids."""
+        logs = sorted(path.name[: -len(SUFFIX)] for path in (self.path / FOLDER).glob(f"*{SUFFIX}"))
+        return [rollout_id for rollout_id in logs if self.verdict(rollout_id) is None]
 
     def has_log(self, rollout_id: str) -> bool:
         return log_path(self.path, rollout_id).exists()
@@ -265,7 +273,7 @@ def _read_group(path: Path) -> GroupInfo | None:
 def _write_once(path: Path, data: bytes) -> None:
     """Whole, and only where there is no such file yet."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with _translated(path):
+    with translated(path):
         try:
             partial.write_bytes(data)
             try:
@@ -303,7 +311,8 @@ def _cut_torn_line(fd: int) -> None:
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def translated(path: Path) -> Iterator[None]:
+    """Inside, what goes wrong with a file raises `BackendError`, with its path."""
     try:
         yield
     except OSError as error:

@@ -3,10 +3,11 @@ rollout is over, and one trajectory log per rollout. docs/rollouts.md lists its 
 """
 
 import asyncio
+import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from barchan.rollout.record import RolloutRecord
 from barchan.rollout.summary import Summary
 from barchan.rollout.table import TaskRow
 from barchan.rollout.task import Task
-from barchan.trajectory.format import FOLDER, SUFFIX, Header, log_path
+from barchan.trajectory.format import FOLDER, Header, log_path
 from barchan.trajectory.writer import TrajectoryWriter
 
 FORMAT = "barchan.run/1"
@@ -64,7 +65,7 @@ class RunFolder:
         self.path = path
         self.info = info
         self.earlier = earlier
-        self._file = os.fdopen(fd, "ab")
+        self._fd = fd
 
     @classmethod
     def create(cls, path: Path, info: RunInfo, tasks: Iterable[Task]) -> "RunFolder":
@@ -86,7 +87,7 @@ class RunFolder:
             write_tasks(path, tasks)
             _write(path / RUN, msgspec.json.format(_encoder.encode(info), indent=2) + b"\n")
         except BaseException:
-            folder._file.close()
+            os.close(fd)
             raise
         return folder
 
@@ -122,8 +123,8 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_unused = error is not None and self._file.tell() == 0 and not (self.path / FOLDER).exists()
-        self._file.close()
+        is_unused = error is not None and os.fstat(self._fd).st_size == 0 and not (self.path / FOLDER).exists()
+        os.close(self._fd)
         if is_unused:  # refused before anything started: the folder is free for the next try
             for name in (ROLLOUTS, TASKS, RUN):
                 (self.path / name).unlink(missing_ok=True)
@@ -132,9 +133,8 @@ class RunFolder:
 
     @property
     def rollout_ids(self) -> frozenset[str]:
-        """Ids that rollouts of the run have had, finished or not."""
-        logs = (self.path / FOLDER).glob(f"*{SUFFIX}")
-        return frozenset({record.rollout_id for record in self.earlier} | {log.name[: -len(SUFFIX)] for log in logs})
+        """Ids of the rollouts that are over. Of another that there is a log of, the log says how far it came."""
+        return frozenset(record.rollout_id for record in self.earlier)
 
     def add(self, record: RolloutRecord) -> None:
         """Append a line and hand it to the kernel, so that a killed run keeps it.
@@ -142,11 +142,15 @@ class RunFolder:
         Raises:
             BackendError: It can't be written; a run that can't keep its results should not go on.
         """
+        line = _encoder.encode(record) + b"\n"
+        before = os.fstat(self._fd).st_size
         try:
-            self._file.write(_encoder.encode(record) + b"\n")
-            self._file.flush()
+            if os.write(self._fd, line) != len(line):
+                os.ftruncate(self._fd, before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise BackendError(f"the results can't be written to {self.path}: {error.strerror}") from error
+            why = f"the results can't be written to {self.path}: {error.strerror}"
+            raise BackendError(f"{why} (try: make room, and --resume {self.path})") from error
 
     def add_artifact(self, rollout_id: str, data: bytes) -> None:
         """Keep an artifact that is no text.
@@ -162,15 +166,42 @@ class RunFolder:
         _write(path, data)
 
     async def open_log(self, job: Job) -> TrajectoryWriter:
-        """Start a rollout's trajectory log; whoever asked closes it."""
+        """Start a rollout's trajectory log, or take over the one that there is; whoever asked closes it."""
         header = header_of(job, self.info, self.info.barchan_version)
-        # In a thread, since it waits for the disk.
-        return await asyncio.to_thread(TrajectoryWriter.create, log_path(self.path, job.rollout_id), header)
+        return await opened_log(lambda: begun_log(log_path(self.path, job.rollout_id), header))
 
     def finish(self, summary: Summary, rows: Sequence[TaskRow]) -> None:
         """Write the run in numbers, as a whole and by task."""
         for name, value in ((SUMMARY, summary), (TABLE, rows)):
             _write(self.path / name, msgspec.json.format(_encoder.encode(value), indent=2) + b"\n")
+
+
+def begun_log(path: Path, header: Header) -> TrajectoryWriter:
+    """A log from its beginning; or from its end on, where there is one: then nobody else can append to it any more.
+
+    Raises:
+        BlobCorrupt, BackendError: It can't be read, or written.
+        Conflict: Somebody is about to go on with it.
+    """
+    try:
+        return TrajectoryWriter.create(path, header)
+    except Conflict:
+        return TrajectoryWriter.reopen(path)
+
+
+async def opened_log(opening: Callable[[], TrajectoryWriter]) -> TrajectoryWriter:
+    """Open a log in a thread, since that waits for the disk. Where nobody waits any more, it is closed again."""
+    task = asyncio.ensure_future(asyncio.to_thread(opening))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_close_unused)
+        raise
+
+
+def _close_unused(opening: "asyncio.Task[TrajectoryWriter]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().let_go()
 
 
 def artifact_path(folder: Path, rollout_id: str) -> Path:
@@ -209,7 +240,9 @@ def read_run(folder: Path) -> RunInfo:
     try:
         info = msgspec.json.decode(path.read_bytes(), type=RunInfo)
     except OSError as error:
-        raise NotFound(f"{folder} holds no run: {RUN}: {error.strerror}") from error
+        raise NotFound(
+            f"{folder} holds no run: {RUN}: {error.strerror} (try: the folder that the run has as its --out)"
+        ) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidSpec(f"{path}: {error}") from error
     if info.format != FORMAT:

@@ -49,6 +49,9 @@ class Summary(Struct, frozen=True, kw_only=True):
             other.
         reward_mean_low, reward_mean_high: What the mean would be if every void rollout had been 0, or 1: how far
             voiding can have moved it.
+        resumed: Rollouts that this process went on with where their logs had left them.
+        answered: Steps and operations of theirs that the logs have given, and that were not done again.
+        stopped: What the circuit breaker said when it stopped the run; empty: it did not.
         not_started: Rollouts that a cancelled run never began.
         bias: What voiding and cancelling did, surplus apart.
         truncated_share: Of scored rollouts.
@@ -66,6 +69,9 @@ class Summary(Struct, frozen=True, kw_only=True):
     cancelled: int
     surplus: int
     retried: int
+    resumed: int
+    answered: int
+    stopped: str
     not_started: int
     reward_mean: float | None
     reward_mean_by_task: float | None
@@ -191,6 +197,9 @@ class Tally:
         out: str,
         waits: Waits = Waits(),  # noqa: B008 (frozen)
         begun: int | None = None,
+        resumed: int = 0,
+        answered: int = 0,
+        stopped: str = "",
     ) -> Summary:
         """The run so far.
 
@@ -210,6 +219,9 @@ class Tally:
             cancelled=self.cancelled,
             surplus=self.surplus,
             retried=self.retried,
+            resumed=resumed,
+            answered=answered,
+            stopped=stopped,
             not_started=wanted - self.rollouts,
             reward_mean=self.reward_mean,
             reward_mean_by_task=sum(means) / len(means) if means else None,

@@ -8,6 +8,7 @@ from barchan.model.verdict import Cause, Verdict
 from barchan.rollout.calls import Observation, ToolCall
 from barchan.rollout.group import AsyncGroup
 from barchan.rollout.live import AsyncRollout
+from barchan.rollout.record import Completion
 from barchan.rollout.run import AsyncRun
 from barchan.rollout.task import Task
 from barchan.sdk.background import iterate, run
@@ -62,19 +63,28 @@ class Run:
         Raises:
             Conflict: The key was used for another task or size.
             TaskError, NotFound: The environment can't be made.
+            RunStopped: Too many of this process's latest rollouts were void; it says what these have in common.
         """
         return Group(run(self._twin.group(task, n, key=key)))
 
     def rollout(self, rollout_id: str) -> "Rollout":
-        """A rollout of this run by its id, wherever it was driven before; from then on it goes on here.
+        """A rollout of this run by its id, wherever it was driven before; from then on it goes on here, where its log
+        leaves it: what its driver was killed in the middle of is finished first.
 
-        One that nobody can go on with, since its sandbox has ended or its driver was killed in the middle of a call, is
-        over and void.
+        One that nobody can go on with, since its sandbox has ended and can't be made again, is over and void.
 
         Raises:
             NotFound: The run has no such rollout, or no folder to find it in.
         """
         return Rollout(run(self._twin.rollout(rollout_id)))
+
+    def rollouts(self) -> "list[Rollout]":
+        """All of this run that are not over, by their ids; each is taken over from whoever had it, as by `rollout`.
+
+        Raises:
+            NotFound: The run has no folder to find them in.
+        """
+        return [Rollout(twin) for twin in run(self._twin.rollouts())]
 
 
 class Group:
@@ -133,6 +143,16 @@ class Rollout:
     def is_elsewhere(self) -> bool:
         """Whether another process goes on with it, as far as the run's folder tells."""
         return self._twin.is_elsewhere
+
+    @property
+    def pending(self) -> tuple[Completion, ...]:
+        """Model calls that were recorded and not acted on yet: whoever goes on with it need not sample them again."""
+        return self._twin.pending
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it went on here where its log had left it."""
+        return self._twin.is_resumed
 
     @property
     def sandbox_id(self) -> str | None:

@@ -25,6 +25,7 @@ from barchan.errors import (
     NotFound,
     OutputLimitExceeded,
     ProtocolError,
+    QuotaExceeded,
     RequirementMissing,
     SandboxExpired,
     SandboxLost,
@@ -96,6 +97,10 @@ _GUEST_ENDED = re.compile(
     r"(?:it was shut down from inside|its kernel panicked|its kernel restarted or panicked"
     r"|its guest ended: (?:shutdown|guest-panicked))(?::|$)"
 )
+# And of one whose kernel of user space did not outlive that the host's kernel killed at the sandbox's own limit.
+_GUEST_FULL = re.compile(
+    r"init_died: wait status \d+, \d+ out-of-memory kills: its kernel ran out of memory at the sandbox's limit(?::|$)"
+)
 _HOST_FULL = re.compile(r"(?:evicted: )?the host was out of memory")
 
 
@@ -143,11 +148,19 @@ def finding_of(error: BaseException, stage: str) -> Finding:
         return next(finding for cls, finding in _OF_GUEST if isinstance(error, cls))
     if not isinstance(error, BarchanError):
         return "unforeseen"
-    if isinstance(error, SandboxExpired):
-        return "sandbox_ended"  # no rollout ends its sandbox before it is over
+    if isinstance(error, QuotaExceeded) and "budget" in error.details:
+        # What is more than the whole budget at once is asked for by this task, and the others go on.
+        is_used_up = error.details["budget"] in ("sandbox_s_max", "tokens_max")
+        return "budget_used_up" if is_used_up else "task_contradicts_itself"
+    if isinstance(error, SandboxExpired) and error.details.get("cause") == "budget":
+        return "budget_used_up"
+    if isinstance(error, SandboxExpired) or (isinstance(error, NotFound) and "lease_id" in error.details):
+        return "sandbox_ended"  # no rollout ends its sandbox, or its lease, before it is over
     if isinstance(error, NotFound) and "sandbox_id" in error.details:
         return "loss_unexplained"
-    if not {"layer", "layers"}.isdisjoint(error.details):
+    if not {"layer", "layers"}.isdisjoint(error.details) or (
+        isinstance(error, NotFound) and "template" in error.details  # a grader's, say
+    ):
         return "image_unusable"
     if isinstance(error, NotFound):
         return "image_unusable" if stage in ("setup", "create") else "unforeseen"
@@ -161,14 +174,20 @@ def _of_loss(error: SandboxLost, stage: str) -> Finding:
     told = str(error.details.get("cause", ""))
     if stage in ("exec", "cleanup", "grade") and _GUEST_ENDED.match(told):
         return "grading_broke" if stage == "grade" else "guest_ended_itself"
+    if stage in ("exec", "cleanup", "grade") and _GUEST_FULL.match(told):
+        return "grading_broke" if stage == "grade" else "memory_limit_reached"
     if _HOST_FULL.match(told or str(error)):
         return "host_out_of_memory"
     return next((finding for cls, finding in _OF_PLATFORM if isinstance(error, cls)), "loss_unexplained")
 
 
-def cancelled(stage: str, reason: Literal["user", "stale", "surplus"] = "user") -> Verdict:
+def cancelled(stage: str, reason: Literal["user", "stale", "surplus", "group"] = "user") -> Verdict:
     """The rollout was given up by whoever ran it."""
-    findings: dict[str, Finding] = {"stale": "given_up_stale", "surplus": "given_up_surplus"}
+    findings: dict[str, Finding] = {
+        "stale": "given_up_stale",
+        "surplus": "given_up_surplus",
+        "group": "given_up_group",
+    }
     return verdict_of((findings.get(reason, "given_up"),), (Evidence(source="runner", fact="stage", value=stage),))
 
 

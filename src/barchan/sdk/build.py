@@ -35,6 +35,7 @@ from barchan.model.node import ImageInfo
 from barchan.model.sandbox import Network, ProcessInfo, SandboxSpec
 from barchan.sdk.aio.client import AsyncClient
 from barchan.sdk.aio.sandbox import AsyncSandbox
+from barchan.sdk.lease import Lease
 from barchan.sdk.put import PutDigests, put_digest, put_files
 from barchan.sdk.recipe import Put, Recipe, Run, Step, Take
 from barchan.sdk.take import take_files
@@ -79,8 +80,23 @@ async def build(client: AsyncClient, recipe: Recipe, *, progress: Progress | Non
         TaskError: A step failed; the message has its number, command, exit code and the end of its output. Or a source
             is not what it was any more when it was to be sent.
     """
-    known = _KNOWN.setdefault(client, _Known())
-    return await _Build(client, known, progress or (lambda said: None)).image(recipe)
+    known, lease = _KNOWN.setdefault(client, _Known()), _lease_for(client)
+    try:
+        return await _Build(client, known, lease, progress or (lambda said: None)).image(recipe)
+    finally:
+        if lease is not client._lease:
+            await lease.end()
+
+
+def _lease_for(client: AsyncClient) -> Lease:
+    """The lease to build under. Within a run it is none of the run's: there, whoever asks for a sandbox again goes on
+    with it alone, and what another process builds is to be waited for.
+    """
+    terms = client._lease.terms
+    if "run" not in terms.labels:
+        return client._lease
+    labels = {name: value for name, value in terms.labels.items() if name != "run"}
+    return Lease(client._transport, replace(terms, lease_id=None, labels=labels, budget=None))
 
 
 class _Made(NamedTuple):
@@ -109,9 +125,10 @@ class _Made(NamedTuple):
 
 
 class _Build:
-    def __init__(self, client: AsyncClient, known: _Known, progress: Progress) -> None:
+    def __init__(self, client: AsyncClient, known: _Known, lease: Lease, progress: Progress) -> None:
         self._client = client
         self._known = known
+        self._lease = lease
         self._progress = progress
 
     async def image(self, recipe: Recipe) -> str:
@@ -207,6 +224,7 @@ class _Build:
             CapacityError: There was none for half an hour.
         """
         give_up = time.monotonic() + CAPACITY_WAIT_S
+        spec = replace(spec, lease_id=await self._lease.ensure())
         while True:
             try:
                 return await self._client.create(spec)
@@ -214,7 +232,7 @@ class _Build:
                 if time.monotonic() > give_up:
                     raise
                 self._progress("waiting for room on the node")
-                await asyncio.sleep(int(refusal.details.get("retry_after_ms", 100)) / 1e3)
+                await asyncio.sleep(refusal.retry_after_s)
 
     async def _find(self, name: str) -> ImageInfo | None:
         try:
@@ -229,7 +247,7 @@ class _Build:
             SandboxExpired: It was another's, who died in the middle: it is ended.
         """
         info = await sandbox.info()
-        if name in self._known.building or info.spec.lease_id != await self._client._lease.ensure():
+        if name in self._known.building or info.spec.lease_id != await self._lease.ensure():
             return False
         self._known.building.add(name)
         try:

@@ -10,14 +10,16 @@ from barchan.errors import BarchanError
 from barchan.model.fork import ForkKind
 from barchan.model.gc import GcReport
 from barchan.model.image import Rebased
-from barchan.model.node import Budget, ImageInfo, LayerInfo, NodeInfo
+from barchan.model.lease import KEEP_S
+from barchan.model.node import Budget, ImageInfo, LayerInfo, LeaseInfo, NodeInfo
 from barchan.model.pool import PoolInfo
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.model.tiers import TierChange, Waiting
-from barchan.sdk.aio.client import CREATE_TIMEOUT_S, AsyncClient, connect_async
+from barchan.sdk.aio.client import AsyncClient, connect_async
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.aio.snapshot import TRANSFER_TIMEOUT_S, AsyncSnapshot
-from barchan.sdk.background import iterate, run
+from barchan.sdk.aio.tiers import Progress
+from barchan.sdk.background import BACKGROUND, iterate, run
 from barchan.sdk.calls import Calling
 from barchan.sdk.options import CreateOptions, zygote_spec
 from barchan.sdk.recipe import Recipe
@@ -58,12 +60,15 @@ class Client(Calling):
         self,
         template: str | SandboxSpec | Snapshot,
         *,
-        timeout_s: float = CREATE_TIMEOUT_S,
+        timeout_s: float | None = None,
         **options: Unpack[CreateOptions],
     ) -> Sandbox:
         """Start a sandbox, of an image or of a snapshot. Repeating it with the same `create_id` gives the same sandbox.
 
         If this is interrupted or times out, the half-made sandbox is gone before that is seen.
+
+        Args:
+            timeout_s: None: as long as the backend may take, a first boot with it (`node_info().start_s_max`).
 
         Raises:
             CapacityError: The node has no room now; `details["retry_after_ms"]` says when to ask again.
@@ -75,7 +80,7 @@ class Client(Calling):
         template: str | SandboxSpec | Snapshot,
         *,
         n: int,
-        timeout_s: float = CREATE_TIMEOUT_S,
+        timeout_s: float | None = None,
         **options: Unpack[CreateOptions],
     ) -> Iterator[Sandbox | BarchanError]:
         """Start `n` sandboxes alike, and give each as it is ready, or the error that its start ended in.
@@ -93,7 +98,7 @@ class Client(Calling):
         *,
         count: int,
         kind: ForkKind = "fs",
-        timeout_s: float = CREATE_TIMEOUT_S,
+        timeout_s: float | None = None,
         **options: Unpack[CreateOptions],
     ) -> "Prepared":
         """Run a set-up once, and keep sandboxes ready that have it behind them: `pool.create()` gives them out.
@@ -129,7 +134,10 @@ class Client(Calling):
         memory_mib: int = 512,
         pids_max: int = 128,
         capacity_wait_s: float = 300.0,
+        snapshot_every: int = 0,
+        breaker: float = 0.5,
         waiting: Waiting | None = None,
+        attach: bool = False,
     ) -> "Run":
         """A run to enter: groups of rollouts under a lease of its own.
 
@@ -144,6 +152,11 @@ class Client(Calling):
             backend: What the sandboxes of agents and graders are made by.
             capacity_wait_s: How long a rollout waits, in total, for room on the node; then it is void.
             waiting: What the node may do by itself with the run's sandboxes while nobody asks anything of them.
+            snapshot_every: Turns from one snapshot of an agent's sandbox to the next, from which a rollout goes on
+                where its sandbox is lost; 0: none. The same in every process that takes part.
+            breaker: Begin no more groups (`RunStopped`) once this share of the latest rollouts of this process are
+                void, of more than one task. 0: never.
+            attach: Take part in a run that is in its folder already, whoever began it; `NotFound` if there is none.
         """
         from barchan.rollout.sync import Run  # the only way down from a client to what is built on it
 
@@ -160,7 +173,10 @@ class Client(Calling):
                 memory_mib=memory_mib,
                 pids_max=pids_max,
                 capacity_wait_s=capacity_wait_s,
+                snapshot_every=snapshot_every,
+                breaker=breaker,
                 waiting=waiting,
+                attach=attach,
             )
         )
 
@@ -294,13 +310,13 @@ class Client(Calling):
 
         return TemplateBuilder(self._twin, Recipe(base=base, memory_mib=memory_mib, disk_mib=disk_mib))
 
-    def list(self, *, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
-        """The live sandboxes of the node that have all these labels."""
-        return run(self._twin.list(labels=labels))
+    def leases(self, *, ended: bool = False) -> "list[LeaseInfo]":
+        """The leases of the node: what each run may use, has used, and who holds it.
 
-    def kill(self, *, labels: Mapping[str, str]) -> int:
-        """End every sandbox of the node that has all these labels (with none given: every one); returns how many."""
-        return run(self._twin.kill(labels=labels))
+        Args:
+            ended: Those that ended within the last day, too; they come first.
+        """
+        return run(self._twin.leases(ended=ended))
 
     def adopt(self, sandbox_id: str, *, detach: bool = False) -> Sandbox:
         """Take a sandbox that another node has sent to the blob store of both; it lies on this node's disk then.
@@ -316,33 +332,90 @@ class Client(Calling):
         return Sandbox(run(self._twin.adopt(sandbox_id, detach=detach)))
 
     def pause_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> Iterator[TierChange]:
-        """Pause many sandboxes; each is told of as it is paused, or as it can't be. It goes on if nobody listens.
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        sandbox_ids: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> "list[TierChange]":
+        """Pause many sandboxes; returns where each is, and in `refused` why one could not be paused.
+
+        Interrupting it ends nothing of it: the node goes on.
 
         Args:
             labels: Those that have all these labels.
             sandbox_ids: Those with these ids, instead. With neither: every sandbox of the node.
+            progress: Told of each as it is done, on the SDK's own thread.
         """
-        return iterate(self._twin.pause_many(labels=labels, sandbox_ids=sandbox_ids))
+        return run(self._twin.pause_many(labels=labels, sandbox_ids=sandbox_ids, progress=progress))
 
     def page_out_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> Iterator[TierChange]:
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        sandbox_ids: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> "list[TierChange]":
         """Pause many sandboxes, and give their cold memory away; as `pause_many`."""
-        return iterate(self._twin.page_out_many(labels=labels, sandbox_ids=sandbox_ids))
+        return run(self._twin.page_out_many(labels=labels, sandbox_ids=sandbox_ids, progress=progress))
 
     def hibernate_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> Iterator[TierChange]:
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        sandbox_ids: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> "list[TierChange]":
         """Hibernate many sandboxes, a few at a time; as `pause_many`."""
-        return iterate(self._twin.hibernate_many(labels=labels, sandbox_ids=sandbox_ids))
+        return run(self._twin.hibernate_many(labels=labels, sandbox_ids=sandbox_ids, progress=progress))
 
     def resume_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> Iterator[TierChange]:
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        sandbox_ids: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> "list[TierChange]":
         """Wake many sandboxes, those first that somebody waits for; as `pause_many`."""
-        return iterate(self._twin.resume_many(labels=labels, sandbox_ids=sandbox_ids))
+        return run(self._twin.resume_many(labels=labels, sandbox_ids=sandbox_ids, progress=progress))
+
+    def use_tokens(self, count: int) -> None:
+        """Count prompt and completion tokens of a model call towards the budget of this client's lease.
+
+        `rollout.record` does so by itself; this is for model calls beside rollouts.
+        """
+        self._twin.use_tokens(count)
+
+    def preempt(
+        self, run: str, *, keep_s: float = KEEP_S, by: str = "", progress: Progress | None = None
+    ) -> "list[TierChange]":
+        """Put a run aside: all its sandboxes stand still at once, in the middle of whatever they do, and then go to
+        disk. Whoever drives it gets `Preempted`; nothing of it is lost.
+
+        Whoever goes on with the run finds them as they were: they wake with the first request. Repeating is harmless.
+
+        Args:
+            run: Its name, or the id of a lease.
+            keep_s: How long its sandboxes are kept for that; then they end. They use no seconds of its budget.
+            by: Who wants it, for those who are told. Empty: this user and host.
+            progress: Told of each sandbox as it stands still (`paused`), and again as it is on disk or stays paused, on
+                the SDK's own thread.
+
+        Returns:
+            Where each sandbox is, once all have come as far as they can; in `refused` why one is not on disk.
+
+        Raises:
+            NotFound: No run has a lease here by that name or id; the message says how one has ended.
+        """
+        return BACKGROUND.run(self._twin.preempt(run, keep_s=keep_s, by=by, progress=progress))
+
+    def list(self, *, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
+        """The live sandboxes of the node that have all these labels."""
+        return run(self._twin.list(labels=labels))
+
+    def kill(self, *, labels: Mapping[str, str]) -> int:
+        """End every sandbox of the node that has all these labels (with none given: every one); returns how many."""
+        return run(self._twin.kill(labels=labels))
 
     def pool(self) -> PoolInfo:
         """The node's warm pool: what is ready, and what became of it so far."""

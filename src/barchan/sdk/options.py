@@ -1,7 +1,7 @@
 """The keywords of creating and running, once for both faces, and the requests they become."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from msgspec.structs import replace
@@ -56,6 +56,7 @@ class _RunOptions(TypedDict, total=False):
     rlimits: Mapping[str, tuple[int, int]]
     merge_stderr: bool
     platform: bool
+    restrained: bool
 
 
 class ExecOptions(_RunOptions, total=False):
@@ -135,10 +136,17 @@ def _request(kind: type[Request], command: Command, fields: dict[str, Any]) -> R
     """A string runs in a shell, a sequence is the program and its arguments. Every request gets a process id."""
     if isinstance(command, str):
         fields["shell"] = command
-    elif argv := tuple(command):
-        fields["argv"] = argv
-    else:
-        raise InvalidSpec("a command is a string for the shell, or a program and its arguments")
+        return _finished(kind, fields)
+    what = "a command is a string for the shell, or a list of strings: a program and its arguments"
+    given: object = command  # whatever its type says
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise InvalidSpec(f"{what}; not {type(given).__name__}")
+    fields["argv"] = argv = tuple(given)
+    for word in argv:
+        if not isinstance(word, str):
+            raise InvalidSpec(f"{what}; {word!r:.80} is {type(word).__name__}")
+    if not argv:
+        raise InvalidSpec(f"{what}; this one is empty")
     return _finished(kind, fields)
 
 

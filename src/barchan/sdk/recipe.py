@@ -89,3 +89,11 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     needs: tuple[Need, ...] = ()
     memory_mib: Annotated[int, Meta(ge=16)] = 2048
     disk_mib: Annotated[int, Meta(ge=1)] = 8192
+
+    @property
+    def origin(self) -> str:
+        """Name or digest of the image that it begins with, below all recipes."""
+        base = self.base
+        while not isinstance(base, str):
+            base = base.base
+        return base

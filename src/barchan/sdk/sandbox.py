@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from barchan.errors import BarchanError
+from barchan.model.denials import Denials
 from barchan.model.fork import ForkKind
 from barchan.model.sandbox import DEFAULT_OUTPUT_BYTES, ExecResult, ProcessInfo, SandboxInfo, SandboxStats
 from barchan.model.snapshot_info import SnapshotKind
@@ -52,6 +53,10 @@ class Sandbox:
 
     def stats(self) -> SandboxStats:
         return run(self._twin.stats())
+
+    def denials(self) -> Denials:
+        """What it was refused, as far as that leaves a trace. It stays asleep, if it is."""
+        return run(self._twin.denials())
 
     def kill(self) -> bool:
         """End it; returns when nothing of it is left on its node. False if it had ended before."""
@@ -272,14 +277,27 @@ class Process:
         """
         return iterate(self._twin.output(offset, stderr_offset, follow=follow, quiet_timeout_s=quiet_timeout_s))
 
-    def write_stdin(self, data: bytes | str, *, eof: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def stdin_offset(self) -> int:
+        """How many bytes of input it was given, by whomever."""
+        return run(self._twin.stdin_offset())
+
+    def write_stdin(
+        self,
+        data: bytes | str,
+        *,
+        eof: bool = False,
+        timeout_s: float = CALL_TIMEOUT_S,
+        offset: int | None = None,
+    ) -> None:
         """Write all of it, and return when it is in the pipe: a process that doesn't read makes this wait.
 
         Args:
             eof: Close stdin after it.
             timeout_s: For each MiB; then `ReadTimeout`, with a part of the data possibly written.
+            offset: Where in its input the data begins, for a write that is repeated: what it has taken of it already it
+                does not take twice. None: behind all that it was given.
         """
-        run(self._twin.write_stdin(data, eof=eof, timeout_s=timeout_s))
+        run(self._twin.write_stdin(data, eof=eof, timeout_s=timeout_s, offset=offset))
 
     def close_stdin(self) -> None:
         run(self._twin.close_stdin())

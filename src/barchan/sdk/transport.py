@@ -105,6 +105,15 @@ class Transport:
 
         return await self._persist(attempt, timeout_s, resend and isinstance(body, bytes), patience_s)
 
+    async def first_value(self, call: Call[T], target: str) -> T:
+        """Call a node that may not be there, which is told at once. Where a call was taken, the address is right."""
+        try:
+            return await self.value(call, target, patience_s=0)
+        except ConnectionLost as loss:
+            if not loss.details.get("sent"):
+                raise
+        return await self.value(call, target)
+
     async def open(
         self,
         call: Call[Any],

@@ -8,7 +8,9 @@ from barchan.trajectory.spans import Span, as_text, plain, spans
 from barchan.trajectory.values import are_numbers
 
 NAMES = {"model_call": "model wait", "file_write": "write", "file_read": "read"}
-INSTANTS = frozenset(("message", "observation", "verdict", "cancel", "note"))
+INSTANTS = frozenset(
+    ("message", "observation", "verdict", "cancel", "note", "sandbox", "step", "turn", "hand_in", "artifact")
+)
 TEXT_MAX = 400  # of an argument: the trace shows when things were, the log what they were
 
 

@@ -17,17 +17,28 @@ GENESIS = "0" * 64
 Kind = Literal[
     "message",
     "model_call",
+    "sandbox",
+    "step",
+    "turn",
     "observation",
     "tool_call",
     "exec",
     "file_write",
     "file_read",
+    "snapshot",
+    "restore",
+    "hand_in",
+    "artifact",
     "grade",
     "verdict",
     "cancel",
     "note",
 ]
 Part = Literal["header", "intent", "result", "entry"]
+
+# What a rollout goes on from is written whole, however long it is; of what it gave, head and tail do.
+_WHOLE = frozenset({"model_call", "step", "turn", "tool_call", "artifact"})
+_WHOLE_INTENTS = frozenset({"exec", "file_write"})
 
 _HASH = b',"hash":"'
 _SEAL_BYTES = len(_HASH) + 64 + len(b'"}')
@@ -82,6 +93,11 @@ class BadLine(ValueError):
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Entry)
+
+
+def is_whole(part: Part, kind: Kind | None) -> bool:
+    """Whether long values of an entry are kept whole."""
+    return kind in _WHOLE or (part == "intent" and kind in _WHOLE_INTENTS)
 
 
 def seal(entry: Entry) -> tuple[bytes, str]:

@@ -158,6 +158,29 @@ def load(path: Path) -> Trajectory:
     )
 
 
+class Following:
+    """A log that somebody still writes to, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._chain = Chain()
+
+    def new(self) -> list[Entry]:
+        """The whole entries since the last call. Half an entry is left for later: its writer is about to finish it, or
+        the next writer cuts it.
+
+        Raises:
+            NotFound: There is no such file.
+            BlobCorrupt: The log is broken.
+        """
+        with _opened(self._path) as file:
+            file.seek(self._chain.size_bytes)
+            try:
+                return list(scan(file, self._chain))
+            except BadLine as error:
+                raise _broken(self._path, self._chain, error) from error
+
+
 def verify(path: Path, *, head_hash: str | None = None) -> Verification:
     """Check a log from its first line to its last.
 

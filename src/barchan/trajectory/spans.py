@@ -42,8 +42,8 @@ def spans(entries: Sequence[Entry]) -> list[Span]:
     found: list[Span] = []
     around: list[tuple[Entry, int | None]] = []  # what encloses the next entry, and the index of its result
     for index, entry in enumerate(entries):
-        if entry.kind is None:
-            around.clear()  # a new writer knows of no work that still goes on
+        if entry.kind is None:  # a new writer goes on with no other work than that whose end it tells
+            around = [(outer, last) for outer, last in around if last is not None and last > index]
             continue
         if entry.part == "result":
             continue
@@ -90,6 +90,28 @@ def _wall_times(entries: Sequence[Entry]) -> list[int]:
             offset_ns = entry.unix_ns - entry.mono_ns
         times.append(entry.mono_ns + offset_ns)
     return times
+
+
+class Switch(Struct, frozen=True, kw_only=True):
+    """A model call, by its seq, that another version of the policy answered than the one before it."""
+
+    seq: int
+    before: str
+    after: str
+
+
+def switches(found: Sequence[Span]) -> list[Switch]:
+    """Where the policy's version changed; calls that say no version, and those of a judge, change nothing."""
+    seen: list[Switch] = []
+    before: str | None = None
+    for span in found:
+        if span.kind != "model_call" or span.inside is not None or span.body.get("policy_version") is None:
+            continue
+        version = as_text(span.body["policy_version"])
+        if before is not None and version != before:
+            seen.append(Switch(seq=span.seq, before=before, after=version))
+        before = version
+    return seen
 
 
 def as_text(value: Any) -> str:

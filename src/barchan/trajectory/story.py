@@ -1,14 +1,16 @@
 """A log told to a person: one line per thing that happened, and the rollout in numbers."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from barchan.trajectory.atif import output_text, sandbox_line
-from barchan.trajectory.reader import Trajectory
-from barchan.trajectory.spans import Span, as_text, spans, tokens
+from barchan.trajectory.format import Entry
+from barchan.trajectory.reader import Following, Trajectory
+from barchan.trajectory.spans import Span, as_text, spans, switches, tokens
 
 
 class Line(Struct, frozen=True, kw_only=True):
@@ -31,7 +33,8 @@ class Line(Struct, frozen=True, kw_only=True):
 
 class Account(Struct, frozen=True, kw_only=True):
     """A rollout in numbers. A turn is what the policy's model said and the calls in it, however many model calls it
-    took, none included; `reward` is None where nothing was scored.
+    took, none included; `reward` is None where nothing was scored; `policy_switches` is how often the version of the
+    policy changed.
     """
 
     rollout_id: str
@@ -45,6 +48,7 @@ class Account(Struct, frozen=True, kw_only=True):
     execs: int
     prompt_tokens: int
     completion_tokens: int
+    policy_switches: int
     seconds: float
     status: str
     reward: float | None
@@ -72,6 +76,7 @@ def account(log: Trajectory) -> Account:
         execs=counts["exec"],
         prompt_tokens=sum(prompt or 0 for prompt, _ in said),
         completion_tokens=sum(completion or 0 for _, completion in said),
+        policy_switches=len(switches(found)),
         seconds=round(max([_started_s(log), *(span.end_ns / 1e9 for span in found)]) - _started_s(log), 6),
         status=as_text(verdict.get("status")) or ("cancelled" if counts["cancel"] else "unfinished"),
         reward=float(reward) if isinstance(reward, int | float) else None,
@@ -83,18 +88,96 @@ def account(log: Trajectory) -> Account:
 
 def story(log: Trajectory) -> list[Line]:
     """Everything that happened, in order."""
-    started_s = _started_s(log)
-    return [
-        Line(
-            seq=span.seq,
-            at_s=round(span.start_ns / 1e9 - started_s, 6),
-            nested=span.inside is not None,
-            text=_text(span),
-            detail=_detail(span),
-            good=span.known and _good(span.body),
+    return lines(spans(log.entries), _started_s(log))
+
+
+def lines(found: Sequence[Span], started_s: float) -> list[Line]:
+    """Spans as lines; a switch of the policy's version is told before the call that shows it.
+
+    Args:
+        started_s: The log's start, in unix time.
+    """
+    changed = {switch.seq: switch for switch in switches(found)}
+    told: list[Line] = []
+    for span in found:
+        at_s = round(span.start_ns / 1e9 - started_s, 6)
+        if switch := changed.get(span.seq):
+            text = f"policy switch: from version {switch.before} to {switch.after}"
+            told.append(Line(seq=span.seq, at_s=at_s, nested=False, text=text))
+        told.append(
+            Line(
+                seq=span.seq,
+                at_s=at_s,
+                nested=span.inside is not None,
+                text=_text(span),
+                detail=_detail(span),
+                good=span.known and _good(span.body),
+            )
         )
-        for span in spans(log.entries)
-    ]
+    return told
+
+
+class Teller:
+    """Tells a log that is still being written: each thing once, when no later entry can change what is said of it, or
+    when something else began after it.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._header: Entry | None = None
+        self._started_s = 0.0
+        self._untold: list[Entry] = []
+        self._before: Entry | None = None  # the entry before those, by whose time some begin
+        self._versioned: Span | None = None  # the last model call that was told and says its policy's version
+
+    def tell(self, entries: Sequence[Entry]) -> list[Line]:
+        """What is to be said now that these have come, in order."""
+        for entry in entries:
+            if entry.part == "header":
+                self._started_s = self._started_s or entry.unix_ns / 1e9
+                self._header = entry
+            else:
+                self._untold.append(entry)
+                self.is_over = self.is_over or entry.kind == "verdict"
+        if self._header is None:
+            return []
+        context = [self._header] if self._before is None else [self._header, self._before]
+        found = [span for span in spans([*context, *self._untold]) if span.seq != context[-1].seq]
+        outer = [span for span in found if span.inside is None]
+        if not self.is_over and outer and not outer[-1].known:
+            found = found[: found.index(outer[-1])]
+        if not found:
+            return []
+        last, told = found[-1].seq, {span.seq for span in found}
+        done = [entry for entry in self._untold if entry.seq <= last or entry.of in told]
+        self._untold = [entry for entry in self._untold if entry.seq > last and entry.of not in told]
+        self._before = max(done, key=lambda entry: entry.seq)
+        earlier = [] if self._versioned is None else [self._versioned]
+        given = lines([*earlier, *found], self._started_s)[len(earlier) :]
+        calls = [span for span in found if span.kind == "model_call" and span.inside is None]
+        said = [span for span in calls if span.body.get("policy_version") is not None]
+        self._versioned = said[-1] if said else self._versioned
+        return given
+
+
+def follow(path: Path, pause: Callable[[], None]) -> Iterator[Line]:
+    """A log's lines as they come, until its verdict.
+
+    Args:
+        pause: Called where there is nothing new yet.
+
+    Raises:
+        NotFound: There is no such log.
+        BlobCorrupt: It is broken.
+    """
+    reading, teller = Following(path), Teller()
+    while True:
+        entries = reading.new()
+        yield from teller.tell(entries)
+        if teller.is_over:
+            return
+        if not entries:
+            pause()
 
 
 def _turns(found: Sequence[Span]) -> int:
@@ -148,7 +231,20 @@ def _text(span: Span) -> str:
                 return f"{told}, reward {reward}"
             facts = [fact for fact in body.get("evidence") or () if isinstance(fact, dict)]
             return "; ".join([told, *(f"{fact.get('source')}: {fact.get('value')}" for fact in facts[:3])])
-        case "cancel" | "note":
+        case "snapshot":
+            kept = f"{as_text(body.get('name'))}, with {'memory' if body.get('snapshot_kind') == 'memory' else 'files'}"
+            return f"snapshot after turn {body.get('turn')}: {kept} -> {_end(body)}{took}"
+        case "sandbox":
+            return f"sandbox {as_text(body.get('sandbox_id'))}, of {as_text(body.get('template'))}"
+        case "step" | "turn":
+            calls = body.get("tool_calls", body.get("calls"))
+            named = [as_text(call.get("name")) for call in calls or () if isinstance(call, dict)]
+            return f"{span.kind}: {', '.join(named) or 'no calls'}{', the last' if body.get('is_last') else ''}"
+        case "restore":
+            origin = as_text(body.get("snapshot")) or "the task's own start"
+            done = f"{body.get('operations')} operations carried out again"
+            return f"restore from {origin}: {done} -> {_end(body)}{took}"
+        case _:
             return f"{span.kind}: {_flat(body)}"
 
 

@@ -32,11 +32,14 @@ class Cut(Struct, frozen=True, kw_only=True):
     text: bool
 
 
-def to_json(value: Any, depth: int = 0) -> Any:
+def to_json(value: Any, depth: int = 0, *, is_whole: bool = False) -> Any:
     """A value as it is written: `$bytes` and `$text` for what JSON can't hold or is long, `$int` for huge integers.
 
     Mapping keys that start with `$` get a second one, so that no policy's arguments pass for ours. What is nested
     deeper than `DEPTH_MAX` is replaced by `{"$deep": true}`.
+
+    Args:
+        is_whole: Keep all of long values, not their head and tail.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -45,19 +48,22 @@ def to_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, int):
         return int(value) if INT_MIN <= value <= INT_MAX else {"$int": hex(value)}
     if isinstance(value, str):
-        return _text(str.__str__(value))
+        return _text(str.__str__(value), is_whole=is_whole)
     if isinstance(value, bytes | bytearray | memoryview):
-        return {"$bytes": _blob(bytes(value))}
+        return {"$bytes": _blob(bytes(value), is_whole=is_whole)}
     if depth == DEPTH_MAX:
         return {"$deep": True}
     if isinstance(value, Mapping):
-        return {_key(str(key)): to_json(item, depth + 1) for key, item in value.items()}
+        return {_key(str(key)): to_json(item, depth + 1, is_whole=is_whole) for key, item in value.items()}
     if isinstance(value, Struct):
-        return {_key(key): to_json(item, depth + 1) for key, item in msgspec.structs.asdict(value).items()}
+        return {
+            _key(key): to_json(item, depth + 1, is_whole=is_whole)
+            for key, item in msgspec.structs.asdict(value).items()
+        }
     if isinstance(value, list | tuple):
         if are_numbers(value) and min(value) >= INT_MIN and max(value) <= INT_MAX:
             return value  # token ids and log-probs: long, flat, and written as they are
-        return [to_json(item, depth + 1) for item in value]
+        return [to_json(item, depth + 1, is_whole=is_whole) for item in value]
     raise TypeError(f"a {type(value).__name__} can't be logged")
 
 
@@ -94,9 +100,9 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _text(text: str) -> Any:
+def _text(text: str, *, is_whole: bool) -> Any:
     text = _encodable(text)
-    if len(text) <= INLINE_BYTES_MAX // 4:  # whatever its characters, its UTF-8 fits
+    if is_whole or len(text) <= INLINE_BYTES_MAX // 4:  # whatever its characters, its UTF-8 fits
         return text
     data = text.encode()
     return text if len(data) <= INLINE_BYTES_MAX else {"$text": _blob(data)}
@@ -115,9 +121,9 @@ class _Blob(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     tail_base64: str | None = None
 
 
-def _blob(data: bytes) -> _Blob:
+def _blob(data: bytes, *, is_whole: bool = False) -> _Blob:
     parts = {"data": data}
-    if len(data) > INLINE_BYTES_MAX:
+    if not is_whole and len(data) > INLINE_BYTES_MAX:
         half = INLINE_BYTES_MAX // 2
         parts = {"head": data[:half], "tail": data[-half:]}
     return _Blob(

@@ -2,9 +2,10 @@
 
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,8 +13,9 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from barchan.errors import BackendError, BlobCorrupt, Conflict, InvalidSpec, LocalProtocolError, NotFound
-from barchan.trajectory.format import GENESIS, BadLine, Entry, Header, Kind, Part, seal
-from barchan.trajectory.reader import Chain, scan
+from barchan.trajectory.commits import Commits
+from barchan.trajectory.format import GENESIS, BadLine, Entry, Header, Kind, Part, is_whole, seal
+from barchan.trajectory.reader import Chain, load, scan
 from barchan.trajectory.values import to_json
 
 LOCK_WAIT_S = 1.0
@@ -21,12 +23,12 @@ LOCK_POLL_S = 0.001
 
 
 class TrajectoryWriter:
-    """The one writer of a log; used by one thread at a time, as a context or with `close()`.
+    """The one writer of a log, as a context or with `close()`. Threads of its process append one after the other.
 
     `found_hash` is that of the last entry when this writer took the log over, before its own header.
 
     An entry that a call returned for outlives the death of this process. It outlives the death of the machine once
-    `close()` returned, or at once with `durable`.
+    `committed()` or `close()` returned, or at once with `durable`.
     """
 
     def __init__(self, fd: int, path: Path, *, durable: bool) -> None:
@@ -34,8 +36,11 @@ class TrajectoryWriter:
         self.path = path
         self.found_hash = GENESIS
         self._fd = fd
+        self._commits = Commits(fd, path)
         self._durable = durable
         self._chain = Chain()
+        self._is_over = False
+        self._appending = threading.Lock()  # the file's lock keeps other processes out, and no thread of this one
 
     @classmethod
     def create(cls, path: Path, header: Header, *, durable: bool = False) -> "TrajectoryWriter":
@@ -52,37 +57,46 @@ class TrajectoryWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             writer = cls(_open(path, os.O_CREAT), path, durable=durable)
         with writer._closed_on_error(), writer._locked():
-            if b"\n" in os.pread(writer._fd, os.fstat(writer._fd).st_size, 0):
+            if writer._first_line().endswith(b"\n"):
                 raise Conflict(f"the trajectory log {path} is there already")
             os.ftruncate(writer._fd, 0)  # the torn first line of a writer that was killed
             writer._write_header(header)
-            if durable:
-                _sync_folder(path.parent)
         return writer
 
     @classmethod
-    def reopen(cls, path: Path, *, epoch: int | None = None, durable: bool = False) -> "TrajectoryWriter":
+    def reopen(
+        cls, path: Path, *, epoch: int | None = None, durable: bool = False, found_hash: str | None = None
+    ) -> "TrajectoryWriter":
         """Take a log over, behind its last whole line; what a killed writer left of a line is cut.
 
         Args:
             epoch: Higher than the log's last; None: the next. From now on writers of lower ones can't append.
+            found_hash: That of its last entry; a log that has gone on since is left to whoever goes on with it.
 
         Raises:
             NotFound: There is no such log.
-            Conflict: A writer of this epoch or a higher one has it.
+            Conflict: A writer of this epoch or a higher one has it, or it has gone on.
             BlobCorrupt: The log is broken.
         """
         with _translated(path):
             writer = cls(_open(path, 0), path, durable=durable)
-        with writer._closed_on_error(), writer._locked():
-            last = writer._catch_up()
-            epoch = last.epoch + 1 if epoch is None else epoch
-            if epoch <= last.epoch:
-                raise Conflict(f"the trajectory log {path} is at epoch {last.epoch}, and this writer's is {epoch}")
-            os.ftruncate(writer._fd, writer._chain.size_bytes)
-            writer.found_hash = writer.head_hash
-            writer._write_header(replace(last, epoch=epoch))
+        with writer._closed_on_error():
+            with suppress(BlobCorrupt):  # a line that is being cut meanwhile; what is really broken is so below, too
+                writer._catch_up()  # most of it without keeping its writer waiting
+            with writer._locked():
+                writer._take_over(epoch, found_hash)
         return writer
+
+    def _take_over(self, epoch: int | None, found_hash: str | None) -> None:
+        last = self._catch_up()
+        epoch = last.epoch + 1 if epoch is None else epoch
+        if epoch <= last.epoch:
+            raise Conflict(f"the trajectory log {self.path} is at epoch {last.epoch}, and this writer's is {epoch}")
+        if found_hash is not None and found_hash != self.head_hash:
+            raise Conflict(f"the trajectory log {self.path} has gone on since")
+        os.ftruncate(self._fd, self._chain.size_bytes)
+        self.found_hash = self.head_hash
+        self._write_header(replace(last, epoch=epoch))
 
     @property
     def header(self) -> Header:
@@ -94,6 +108,16 @@ class TrajectoryWriter:
     def head_hash(self) -> str:
         """Hash of the last entry; kept elsewhere, it shows whether the log was cut short."""
         return self._chain.head_hash
+
+    @property
+    def epoch(self) -> int:
+        """This writer's: higher than that of any before it."""
+        return self.header.epoch
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether another writer has begun it."""
+        return self.found_hash != GENESIS
 
     @property
     def open_intents(self) -> tuple[Entry, ...]:
@@ -121,6 +145,26 @@ class TrajectoryWriter:
         """Record what has no effect on a sandbox, or is known only after the fact. Raises what `intent` does."""
         return self._append("entry", kind, body)
 
+    async def committed(self, seq: int | None = None) -> None:
+        """Wait until an entry is on disk, and with it all before it. All who wait in this process, for whatever logs,
+        share what the disk does.
+
+        Args:
+            seq: None: the last one.
+
+        Raises:
+            BackendError: The disk failed, or the writer was closed by a failure before. Nothing more can be appended.
+        """
+        await self._commits.wait(self._chain.next_seq - 1 if seq is None else seq)
+
+    def entries(self) -> list[Entry]:
+        """All of the log, earlier writers' part too.
+
+        Raises:
+            BlobCorrupt: It is broken.
+        """
+        return load(self.path).entries
+
     def check(self) -> None:
         """Ask whether this is still the log's writer.
 
@@ -134,13 +178,18 @@ class TrajectoryWriter:
 
     def close(self) -> None:
         """Wait for the disk and let go of the file; idempotent."""
-        if self._fd < 0:
-            return
-        with _translated(self.path):
+        with self._appending:
+            if self._fd < 0:
+                return
             try:
-                os.fsync(self._fd)
-                _sync_folder(self.path.parent)
+                self._commits.sync()
             finally:
+                self._release()
+
+    def let_go(self) -> None:
+        """Let go of the file, and leave it to the kernel when it is on disk; idempotent."""
+        with self._appending:
+            if self._fd >= 0:
                 self._release()
 
     def __enter__(self) -> Self:
@@ -155,11 +204,21 @@ class TrajectoryWriter:
         self, part: Part, kind: Kind | None, body: Mapping[str, Any], *, of: int | None = None, op_id: str | None = None
     ) -> int:
         try:
-            plain = to_json(body)
+            plain = to_json(body, is_whole=is_whole(part, kind))
         except TypeError as error:
             raise InvalidSpec(f"entry {self._chain.next_seq} ({kind}): {error}") from error
-        if self._fd < 0:
-            raise LocalProtocolError(f"the trajectory log {self.path} is closed")
+        with self._appending:
+            if self._fd < 0:
+                raise LocalProtocolError(f"the trajectory log {self.path} is closed")
+            if self._is_over:
+                raise LocalProtocolError(f"the trajectory log {self.path} has its verdict, and goes on no more")
+            seq = self._append_alone(part, kind, plain, of=of, op_id=op_id)
+            self._is_over = kind == "verdict"
+            return seq
+
+    def _append_alone(
+        self, part: Part, kind: Kind | None, plain: dict[str, Any], *, of: int | None, op_id: str | None
+    ) -> int:
         with self._locked():
             self.check()
             return self._write(part, kind, plain, of=of, op_id=op_id, epoch=self._chain.epoch)
@@ -186,16 +245,22 @@ class TrajectoryWriter:
         with self._closed_on_error():
             if os.write(self._fd, line) != len(line):
                 raise BackendError(f"the trajectory log {self.path} can't be written: no space for a whole entry")
+            self._commits.appended(entry.seq)
             if self._durable:
-                os.fdatasync(self._fd)
+                self._commits.sync()
         # Only open intents are kept, to check results against; their bodies are in the file.
         self._chain.advance(entry if part == "header" else replace(entry, body={}), digest, len(line))
         return entry.seq
 
-    def _catch_up(self) -> Header:
-        """Read the log to its end; the file is locked."""
+    def _first_line(self) -> bytes:
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
+            return file.readline()
+
+    def _catch_up(self) -> Header:
+        """Read the log to its end, from where it was read to before."""
+        with open(os.dup(self._fd), "rb") as file:
+            file.seek(self._chain.size_bytes)
             try:
                 for _ in scan(file, self._chain):
                     pass
@@ -235,22 +300,12 @@ class TrajectoryWriter:
             raise
 
     def _release(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._fd = -1
+        self._commits.close()
 
 
 def _open(path: Path, flags: int) -> int:
     return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o644)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Put a new file's name on disk, too."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ CHECKER_USER = "root"
 INTERPRETER = ("python3", "-I", "-S", "-c")  # half the start-up time of a bare python3
 REPORT_BYTES_MAX = 64 << 10
 PLATFORM_SLACK_S = 10.0  # beyond the checker's own deadline, the platform ends it
+UNLIMITED = -1
 END_WAIT_S = 2.0  # for the candidate's wait status, once its pipe is closed
 
 
@@ -99,8 +100,11 @@ async def _run_candidate(sandbox: Sandbox, limits: GradingLimits) -> ExecResult:
         cwd="/",
         timeout_s=limits.wall_s + 2 * PLATFORM_SLACK_S,
         max_output_bytes=4096,
+        restrained=True,
         rlimits={
-            "cpu": (limits.cpu_s, limits.cpu_s + 1),
+            # No hard limit, whose SIGKILL comes by the ticks that find it running, far from the time that it has used:
+            # who ignores SIGXCPU gives no answer, and a control decides.
+            "cpu": (limits.cpu_s, UNLIMITED),
             "nproc": (limits.processes, limits.processes),
             "fsize": (limits.file_bytes, limits.file_bytes),
             "core": (0, 0),

@@ -24,7 +24,7 @@ from barchan.rollout.graders.prepared import OFFLINE, image_name
 from barchan.rollout.graders.reward import reward_of
 from barchan.rollout.integrity.canary import PROVEN, proof_in
 from barchan.rollout.integrity.layer import changed, layer_of, proof
-from barchan.rollout.integrity.leftovers import outlived, programs
+from barchan.rollout.integrity.leftovers import outlived, programs, rewritten
 from barchan.rollout.integrity.protected import base_listing, listing_of, sign, suspects
 from barchan.rollout.integrity.signs import BYTES_MAX, SOURCE, names_grader, tar_text
 from barchan.rollout.ports import Sandbox
@@ -130,21 +130,28 @@ class ScriptGrading:
             before, listed = await programs(sandbox), await listing_of(sandbox)
             result = await self._run(sandbox)
             left = await outlived(sandbox, before)
+            paths = (self._spec.reward_json, self._spec.reward_text)
+            found: tuple[float, dict[str, float]] | NoReward = NoReward("grader_timeout", "")
+            proven: tuple[Evidence, ...] = ()
+            if left and not is_shared:
+                if not result.timed_out:
+                    found = await in_time(self._reward(sandbox), FILES_TIMEOUT_S)
+                proven = await in_time(rewritten(sandbox, paths), FILES_TIMEOUT_S)
             swapped = () if self._spec.installs else suspects(listed, await listing_of(sandbox))
             if not is_shared:
                 await _end_all(sandbox)
             tampered = await in_time(changed(sandbox, sealed), FILES_TIMEOUT_S)
-            found: tuple[float, dict[str, float]] | NoReward = NoReward("grader_timeout", "")
             if not result.timed_out:
-                found = await in_time(self._reward(sandbox), FILES_TIMEOUT_S)
+                found = _one_of(found, await in_time(self._reward(sandbox), FILES_TIMEOUT_S))
         except BarchanError as error:
             if not isinstance(error, GuestError) and not is_guests_doing(error):
                 raise
             told = Evidence(source=f"grader: {type(error).__name__}", fact="message", value=str(error)[:400])
             return void("task", "grader_crash", (told,))
         evidence = _evidence(result, self._spec)
-        if tampered:
-            return scored(0.0, "integrity_violation", False, (proof(tampered), *evidence))
+        if tampered or proven:
+            proofs = (*((proof(tampered),) if tampered else ()), *proven)
+            return scored(0.0, "integrity_violation", False, (*proofs, *evidence))
         if left and not is_shared:
             evidence += (Evidence(source=SOURCE, fact="sign: programs outlived the grader's command", value=left),)
         evidence += sign("while it was graded", swapped)
@@ -198,6 +205,15 @@ class ScriptGrading:
             data = await files.read(path, length=REWARD_BYTES_MAX)
             return parsed(data, is_json=path == self._spec.reward_json)
         return NoReward("reward_missing", "the command has written none")
+
+
+def _one_of(
+    early: tuple[float, dict[str, float]] | NoReward, late: tuple[float, dict[str, float]] | NoReward
+) -> tuple[float, dict[str, float]] | NoReward:
+    """The reward, unless what outlived the command has written another one than that had."""
+    if isinstance(early, NoReward) or isinstance(late, NoReward) or early[0] == late[0]:
+        return late
+    return NoReward("reward_malformed", f"it was {early[0]:g} when the command had ended, and {late[0]:g} soon after")
 
 
 async def _left_by_agent(

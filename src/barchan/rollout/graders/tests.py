@@ -133,7 +133,15 @@ class TestsGrading:
         self._ids = tuple(dict.fromkeys((*spec.fail_to_pass, *spec.pass_to_pass)))
 
     async def grade(self, grading: Grading, artifact: Artifact) -> Verdict:
-        return tests_verdict(self._spec, await self.run(grading, artifact))
+        """The verdict; where all has passed and the test that must fail was left out, the reference is run as well:
+        with that nobody had a reason to.
+        """
+        run = await self.run(grading, artifact)
+        verdict = tests_verdict(self._spec, run)
+        if not verdict.reward or not left_out(run) or not self._spec.reference:
+            return verdict
+        control = await self.run(grading, Artifact(kind="patch", data=self._spec.reference.encode()))
+        return tests_verdict(self._spec, run, control)
 
     async def run(self, grading: Grading, artifact: Artifact) -> TestRun:
         """Run the tests over a patch, and tell what became of each.
@@ -244,11 +252,20 @@ async def _report(files: Files, path: str) -> tuple[bytes | None, str]:
     return (None, f"malformed: more than {REPORT_BYTES_MAX} bytes") if len(data) > REPORT_BYTES_MAX else (data, "")
 
 
-def tests_verdict(spec: TestsGrader, run: TestRun) -> Verdict:
-    """1 where every test of both lists passed, else 0. A test that had passed may also be expected to fail."""
+def left_out(run: TestRun) -> bool:
+    """Whether a test that must fail was there, and did neither that nor pass."""
+    return run.sentinel not in (None, "passed", "failed", "error")
+
+
+def tests_verdict(spec: TestsGrader, run: TestRun, control: TestRun | None = None) -> Verdict:
+    """1 where every test of both lists passed, else 0. A test that had passed may also be expected to fail.
+
+    Args:
+        control: The same with the reference, where a test that must fail was left out.
+    """
     end = run.end
-    if run.sentinel == "passed":
-        proof = Evidence(source=SOURCE, fact="proven: a test that must fail was reported as passed", value=True)
+    proof = _proof(run, control)
+    if proof is not None:
         facts = () if run.end is None else _facts(run, run.end)
         verdict = scored(0.0, "integrity_violation", False, (proof, *facts))
     elif run.applied is None:
@@ -262,6 +279,16 @@ def tests_verdict(spec: TestsGrader, run: TestRun) -> Verdict:
     else:
         verdict = _counted(spec, run, end)
     return replace(verdict, exposed=True)
+
+
+def _proof(run: TestRun, control: TestRun | None) -> Evidence | None:
+    """What became of the test that must fail, where no honest code makes that of it."""
+    if run.sentinel == "passed":
+        return Evidence(source=SOURCE, fact="proven: a test that must fail was reported as passed", value=True)
+    if control is not None and left_out(run) and control.sentinel in ("failed", "error"):
+        fact = "proven: a test that must fail was left out, which with the reference was run"
+        return Evidence(source=SOURCE, fact=fact, value=str(run.sentinel))
+    return None
 
 
 def _not_applied(applied: ExecResult) -> Verdict:

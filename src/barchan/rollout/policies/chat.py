@@ -51,13 +51,18 @@ class ChatSettings(EndpointSettings, frozen=True, kw_only=True):
 
 
 class ChatPolicy:
-    """Asks a chat model once a turn. The session is the caller's and stays open."""
+    """Asks a chat model once a turn. The session is the caller's and stays open.
+
+    Attributes:
+        endpoint: The server's address.
+    """
 
     name = "chat"
 
     def __init__(self, session: aiohttp.ClientSession, settings: ChatSettings) -> None:
         self._settings = settings
         self._endpoint = Endpoint(session, settings)
+        self.endpoint = settings.base_url
 
     async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
         turns = task.limits.turns_max > 1

@@ -12,8 +12,9 @@ from barchan.model.verdict import Cause, Status
 
 # graded: what the grader gave; zero: 0 whatever a grader says; none: there is no reward.
 Reward = Literal["graded", "zero", "none"]
-# resume: the attempt itself may go on; replace: another attempt in its place may do better; never: it would come again.
-Retry = Literal["resume", "replace", "never"]
+# resume: the attempt itself may go on; replace: another attempt in its place may do better; never: it would come again;
+# stop: it would come to all the others, too.
+Retry = Literal["resume", "replace", "never", "stop"]
 
 
 class Rule(Struct, frozen=True, kw_only=True):
@@ -104,9 +105,11 @@ RULES: dict[Cause, Rule] = {
     ),
     "policy_error": _void("caller", "never", "the policy's own code raised"),
     "abandoned": _void("caller", "resume", "whoever drove the rollout left it in the middle of a step"),
+    "budget_spent": _void("caller", "stop", "the run's budget was used up, by whichever rollouts were faster"),
     "cancelled_user": _cancelled("given up by whoever ran it"),
     "cancelled_stale": _cancelled("given up because the policy had moved on"),
     "cancelled_surplus": _cancelled("given up because its group was full"),
+    "cancelled_group": _cancelled("not begun because too few of its group can still be scored"),
     "unknown": _void("platform", "replace", "nothing explains it", "caller", "task", "model"),
 }
 assert set(RULES) == set(get_args(Cause)), set(RULES) ^ set(get_args(Cause))

@@ -28,8 +28,9 @@ class Checked(Struct, frozen=True, kw_only=True):
         report: None when the checker gave none.
         report_malformed: The checker wrote something else. The candidate cannot write there.
         checker: How the checker ended; None when it was not waited for.
-        candidate: How the candidate's process ended; None when it had not, soon after the checker.
-        cpu_s_max: The candidate's CPU limit, held by the kernel.
+        candidate: How the candidate's process ended; None when it had not, soon after the checker. It was `restrained`,
+            so that it can't have sent itself a SIGKILL.
+        cpu_s_max: The candidate's CPU limit, at which the kernel sends SIGXCPU.
     """
 
     report: CheckReport | None
@@ -54,6 +55,8 @@ def _found(checked: Checked) -> tuple[Finding, float | None]:
         return "report_malformed", None
     if checked.checker.timed_out or (report is not None and report.outcome == "slow"):
         return "grading_out_of_time", None
+    if report is None and checked.checker.signal == signal.SIGKILL and not checked.checker.oom_killed:
+        return "killed_from_outside", None  # it is root's: the candidate can't have
     if report is None:
         return "report_missing", None
     if report.outcome == "absent":
@@ -78,9 +81,11 @@ def _end_of_candidate(checked: Checked) -> Finding:
         return "memory_limit_reached"
     if end.signal == signal.SIGXCPU:
         return "cpu_limit_reached"
+    if end.timed_out:
+        return "grading_broke"
     if end.signal == signal.SIGKILL:
-        used_s = end.usage.user_s + end.usage.system_s
-        return "cpu_limit_reached" if used_s >= checked.cpu_s_max else "grading_broke"
+        used_s = end.usage.user_s + end.usage.system_s  # only one that ignores SIGXCPU comes to have used it up
+        return "cpu_limit_reached" if used_s >= checked.cpu_s_max else "killed_from_outside"
     return "guest_broke_off"
 
 

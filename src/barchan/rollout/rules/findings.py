@@ -28,6 +28,8 @@ Finding = Literal[
     "given_up",
     "given_up_stale",
     "given_up_surplus",
+    "given_up_group",
+    "budget_used_up",
     "task_is_quarantined",
     "guest_ended_itself",
     "image_unusable",
@@ -36,6 +38,7 @@ Finding = Literal[
     "boot_failed",
     "host_out_of_memory",
     "loss_unexplained",
+    "killed_from_outside",
     "sandbox_ended",
     "node_unreachable",
     "protocol_broken",
@@ -92,6 +95,12 @@ FINDINGS: dict[Finding, FindingRule] = {
     "given_up": FindingRule("cancelled_user", "driver", False, "`cancel`, or the run was stopped"),
     "given_up_stale": FindingRule("cancelled_stale", "driver", False, "`cancel('stale')`"),
     "given_up_surplus": FindingRule("cancelled_surplus", "driver", False, "its group was full"),
+    "given_up_group": FindingRule(
+        "cancelled_group", "driver", False, "voids left its group fewer members than advantages take"
+    ),
+    "budget_used_up": FindingRule(
+        "budget_spent", "node", False, "seconds or tokens of the lease; no fault of the attempt"
+    ),
     "task_is_quarantined": FindingRule(
         "task_quarantined", "task", False, "an earlier grading of the task had no control"
     ),
@@ -106,6 +115,12 @@ FINDINGS: dict[Finding, FindingRule] = {
     "boot_failed": FindingRule("boot_failure", "node", False, "the sandbox did not start"),
     "host_out_of_memory": FindingRule("oom_host", "kernel", False, "killed without having reached its own limit"),
     "loss_unexplained": FindingRule("sandbox_lost", "node", False, "the sandbox, its init or its node is gone"),
+    "killed_from_outside": FindingRule(
+        "sandbox_lost",
+        "kernel",
+        False,
+        "checker or candidate got a SIGKILL that nothing in the sandbox can send, and no limit asked for",
+    ),
     "sandbox_ended": FindingRule("sandbox_expired", "node", False, "a lease, a ttl or a person ended the sandbox"),
     "node_unreachable": FindingRule("transport", "node", False, "a connection failed, was cut, or stayed silent"),
     "protocol_broken": FindingRule("platform_bug", "platform", False, "a message that can't be"),

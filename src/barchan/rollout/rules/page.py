@@ -19,6 +19,8 @@ _CONTROLS = {
     "none": "there is none",
 }
 
+_UNLESS = {"undecided": "; the task's where a function of its own raises for both"}
+
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
@@ -60,7 +62,7 @@ def tables() -> str:
                 _CONTROLS[outcome],
                 "is graded once more; without an answer again 0"
                 if decision is None
-                else f"void, the {decision}'s fault"
+                else f"void, the {decision}'s fault{_UNLESS.get(outcome, '')}"
                 if decision != "first"
                 else "void, as the grading told; the task is quarantined",
             )

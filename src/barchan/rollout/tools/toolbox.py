@@ -15,6 +15,7 @@ from barchan.rollout.tools.base import Tool, ToolOutput, Workspace, is_guests_do
 from barchan.rollout.tools.bash import BashTool
 from barchan.rollout.tools.edit import EditTool
 from barchan.rollout.tools.python import PythonTool
+from barchan.rollout.tools.spent import Spent
 from barchan.rollout.tools.submit import AnswerTool, SubmitTool
 
 BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in (BashTool(), PythonTool(), EditTool(), SubmitTool())}
@@ -51,10 +52,13 @@ class Toolbox:
         self.names = frozenset(self._tools)
         self.schemas: tuple[dict[str, Any], ...] = tuple(schema_of(tool) for tool in tools)
 
-    async def call(self, workspace: Workspace, call: ToolCall, timeout_s: float) -> Called:
+    async def call(self, workspace: Workspace, call: ToolCall, timeout_s: float, spent: Spent | None = None) -> Called:
         """Carry a call out. What the platform fails to do is raised.
 
         Both the limit and what it took are of the sandbox's own time: no sleep and no wake is the agent's.
+
+        Args:
+            spent: What it had taken before, and who is told of that; None: it is new, and nobody.
 
         Raises:
             TaskError: A tool of the task's own failed.
@@ -67,11 +71,11 @@ class Toolbox:
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             return _refused(call, f"the arguments of {call.name} are not right: {str(error)[:400]}")
         workspace.calls += 1
-        async with workspace.sandbox.clock() as clock:
+        async with workspace.sandbox.clock() as clock, (spent or Spent()).counted(clock) as now_s:
             started = clock.time()
             output = await _bounded(tool, workspace, arguments, timeout_s, clock)
-            spent_s = clock.time() - started
-            _check_stall(call.name, output, spent_s, timeout_s, clock.stalled_s)
+            spent_s = now_s()
+            _check_stall(call.name, output, clock.time() - started, timeout_s, clock.stalled_s)
         return Called(
             result=_result(call, output.content, output.status, truncated=output.truncated),
             agent_s=spent_s if output.agent_s is None else min(spent_s, output.agent_s),
@@ -88,7 +92,8 @@ def _check_stall(name: str, output: ToolOutput, spent_s: float, timeout_s: float
     if output.status == "timed_out" and stalled_s > 0 and spent_s < timeout_s:
         raise ReadTimeout(
             f"tool {name} was ended after {timeout_s:g} s, in which its programs could run for {spent_s:.1f} s: "
-            f"the node did not answer for {stalled_s:.1f} s and more"
+            f"the node did not answer for {stalled_s:.1f} s and more",
+            stalled=1,
         )
 
 
@@ -104,8 +109,9 @@ async def _bounded(tool: Tool, workspace: Workspace, arguments: Struct, timeout_
     except TimeoutError as error:
         if bound.expired() and not tool.keeps_time:
             return ToolOutput(content=f"[timed out after {timeout_s:g} s]", status="timed_out")
-        failure = ReadTimeout if is_ours(tool) else TaskError
-        raise failure(f"tool {tool.name} did not end in its time") from error
+        why = f"tool {tool.name} did not end in its time"
+        # What it ran was killed with it: asked for again, that would pass for the agent's.
+        raise (ReadTimeout(why, stalled=1) if is_ours(tool) else TaskError(why)) from error
     except BarchanError as error:
         if is_guests_doing(error):
             return ToolOutput(content=f"error: {error}", status="failed")

@@ -18,7 +18,8 @@ from barchan.model.pool import PoolInfo, PoolRequest
 from barchan.model.sandbox import SandboxInfo, SandboxSpec
 from barchan.model.tiers import Waiting
 from barchan.sdk.aio.calls import AsyncCalling
-from barchan.sdk.aio.sandbox import AsyncSandbox
+from barchan.sdk.aio.runs import RunCalls
+from barchan.sdk.aio.sandbox import AsyncSandbox, made_under
 from barchan.sdk.aio.snapshot import AsyncSnapshot, spec_of
 from barchan.sdk.aio.state import StateCalls
 from barchan.sdk.cancel import clean_up, forget_error
@@ -49,7 +50,8 @@ CREATE = Call("create", SandboxInfo)
 LIST = Call("list", list[SandboxInfo])
 KILL_MANY = Call("kill_many", Killed)
 
-CREATE_TIMEOUT_S = 120.0
+CREATE_TIMEOUT_S = 120.0  # after which a node is asked for how long its backend may take
+CREATE_TIMEOUT_S_MAX = 3600.0
 _CREATING_MAX = 64  # at once, of one create_many; the node has bounds of its own
 _KILL_TIMEOUT_S = 120.0
 _IMAGE_TIMEOUT_S = 120.0  # the node may have to ask its blob store
@@ -57,7 +59,7 @@ _GC_TIMEOUT_S = 600.0  # a layer may be a whole tree of files
 _REBASE_QUIET_S = 600.0  # while large images are looked into
 
 
-class AsyncClient(StateCalls, AsyncCalling):
+class AsyncClient(StateCalls, RunCalls, AsyncCalling):
     """A connection to one node, made by `connect_async()`; closing it ends the sandboxes it made, but detached ones."""
 
     def __init__(
@@ -102,12 +104,15 @@ class AsyncClient(StateCalls, AsyncCalling):
         self,
         template: str | SandboxSpec | AsyncSnapshot,
         *,
-        timeout_s: float = CREATE_TIMEOUT_S,
+        timeout_s: float | None = None,
         **options: Unpack[CreateOptions],
     ) -> AsyncSandbox:
         """Start a sandbox, of an image or of a snapshot. Repeating it with the same `create_id` gives the same sandbox.
 
         If this is cancelled or times out, the half-made sandbox is gone before that is seen.
+
+        Args:
+            timeout_s: None: as long as the backend may take, a first boot with it (`node_info().start_s_max`).
 
         Raises:
             CapacityError: The node has no room now; `details["retry_after_ms"]` says when to ask again.
@@ -116,13 +121,26 @@ class AsyncClient(StateCalls, AsyncCalling):
         spec = sandbox_spec(spec_of(template) if isinstance(template, AsyncSnapshot) else template, options)
         if not spec.detach and spec.lease_id is None:
             spec = replace(spec, lease_id=await self._lease.ensure())
-        task = asyncio.ensure_future(self._transport.value(CREATE, CREATE.target(), encode(spec), timeout_s=timeout_s))
+        bound_s = CREATE_TIMEOUT_S_MAX if timeout_s is None else timeout_s
+        task = asyncio.ensure_future(self._transport.value(CREATE, CREATE.target(), encode(spec), timeout_s=bound_s))
         try:
+            if timeout_s is None:
+                await self._wait_created(task, spec.backend)
             info = await asyncio.shield(task)
-        except (asyncio.CancelledError, ReadTimeout) as error:
-            await clean_up(error, self._end_created(task, spec), f"the sandbox of create_id {spec.create_id} may live")
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError | ReadTimeout) or not task.done():
+                await clean_up(error, self._end_created(task, spec), f"sandbox of create_id {spec.create_id} may live")
             raise
-        return AsyncSandbox(self._transport, info.sandbox_id)
+        return made_under(self._transport, info, spec.lease_id)
+
+    async def _wait_created(self, task: "asyncio.Task[SandboxInfo]", backend: str) -> None:
+        """Wait until a create is answered. Raises `ReadTimeout`: it took longer than its backend ever takes."""
+        if (await asyncio.wait({task}, timeout=CREATE_TIMEOUT_S))[0]:
+            return
+        known = (await self.node_info()).start_s_max
+        bound_s = max(CREATE_TIMEOUT_S, known.get(backend, max(known.values(), default=0.0)))  # `auto`: one of them
+        if not (await asyncio.wait({task}, timeout=bound_s - CREATE_TIMEOUT_S))[0]:
+            raise ReadTimeout(f"the node has not made the sandbox in {bound_s:g} s, in which {backend} should be there")
 
     async def _end_created(self, task: "asyncio.Task[SandboxInfo]", spec: SandboxSpec) -> None:
         """End it until the call is over: before, the node may not have seen it yet, and would start what was ended."""
@@ -147,7 +165,7 @@ class AsyncClient(StateCalls, AsyncCalling):
         template: str | SandboxSpec | AsyncSnapshot,
         *,
         n: int,
-        timeout_s: float = CREATE_TIMEOUT_S,
+        timeout_s: float | None = None,
         **options: Unpack[CreateOptions],
     ) -> AsyncGenerator[AsyncSandbox | BarchanError, None]:
         """Start `n` sandboxes alike, and give each as it is ready, or the error that its start ended in.
@@ -186,7 +204,7 @@ class AsyncClient(StateCalls, AsyncCalling):
         *,
         count: int,
         kind: ForkKind = "fs",
-        timeout_s: float = CREATE_TIMEOUT_S,
+        timeout_s: float | None = None,
         **options: Unpack[CreateOptions],
     ) -> "AsyncPrepared":
         """Run a set-up once, and keep sandboxes ready that have it behind them: `await pool.create()` gives them out.
@@ -230,7 +248,10 @@ class AsyncClient(StateCalls, AsyncCalling):
         memory_mib: int = 512,
         pids_max: int = 128,
         capacity_wait_s: float = 300.0,
+        snapshot_every: int = 0,
+        breaker: float = 0.5,
         waiting: Waiting | None = None,
+        attach: bool = False,
     ) -> "AsyncRun":
         """A run to enter: groups of rollouts under a lease of its own.
 
@@ -245,6 +266,11 @@ class AsyncClient(StateCalls, AsyncCalling):
             backend: What the sandboxes of agents and graders are made by.
             capacity_wait_s: How long a rollout waits, in total, for room on the node; then it is void.
             waiting: What the node may do by itself with the run's sandboxes while nobody asks anything of them.
+            snapshot_every: Turns from one snapshot of an agent's sandbox to the next, from which a rollout goes on
+                where its sandbox is lost; 0: none. The same in every process that takes part.
+            breaker: Begin no more groups (`RunStopped`) once this share of the latest rollouts of this process are
+                void, of more than one task. 0: never.
+            attach: Take part in a run that is in its folder already, whoever began it; `NotFound` if there is none.
         """
         from barchan.rollout.run import run_of  # the only way down from a client to what is built on it
 
@@ -262,7 +288,10 @@ class AsyncClient(StateCalls, AsyncCalling):
             memory_mib=memory_mib,
             pids_max=pids_max,
             capacity_wait_s=capacity_wait_s,
+            snapshot_every=snapshot_every,
+            breaker=breaker,
             waiting=waiting,
+            attach=attach,
         )
 
     async def attach(self, sandbox_id: str) -> AsyncSandbox:
@@ -404,7 +433,7 @@ class AsyncClient(StateCalls, AsyncCalling):
         """Ask the node who it is, starting this user's own if it doesn't run; a wrong address or token shows here."""
         if self.endpoint.state_dir is not None:
             await asyncio.to_thread(ensure_node, self.endpoint.state_dir, self.endpoint.store)
-        node = await self._transport.value(NODE_INFO, NODE_INFO.target(), patience_s=0)
+        node = await self._transport.first_value(NODE_INFO, NODE_INFO.target())
         if self.endpoint.store is not None and node.store != self.endpoint.store:
             has = f"has images from {node.store}" if node.store else "was started without a store"
             raise Conflict(

@@ -43,22 +43,45 @@ WATCH_TIMEOUT_S = 3600.0
 
 
 class AsyncFiles:
-    """Paths are the sandbox's; relative ones start at its working directory."""
+    """Paths are the sandbox's; relative ones start at its working directory.
 
-    def __init__(self, transport: Transport, sandbox_id: str, user: str | None = None) -> None:
+    Args:
+        lease_id: Change nothing once the sandbox belongs to another lease; a pickled copy does not know it.
+        epoch: As of `fenced`; a pickled copy does not know it either.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        sandbox_id: str,
+        user: str | None = None,
+        lease_id: str | None = None,
+        epoch: int | None = None,
+    ) -> None:
         self._transport = transport
         self._sandbox_id = sandbox_id
         self._user = user
+        self._lease_id = lease_id
+        self._epoch = epoch
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _revive, (self._transport.endpoint, self._sandbox_id, self._user)
 
     def as_user(self, user: str | None) -> Self:
         """The same files seen as another user of the sandbox; None is the sandbox's default user."""
-        return type(self)(self._transport, self._sandbox_id, user)
+        return type(self)(self._transport, self._sandbox_id, user, self._lease_id, self._epoch)
+
+    def fenced(self, epoch: int) -> Self:
+        """The same files for one of those who go on with each other's work: they raise `Conflict` instead of changing
+        anything once somebody has changed a file of the sandbox in a higher epoch.
+        """
+        return type(self)(self._transport, self._sandbox_id, self._user, self._lease_id, epoch)
 
     def _target(self, call: Call[Any], **query: Any) -> str:
         return call.target({**query, "user": self._user}, sandbox_id=self._sandbox_id)
+
+    def _changed(self, call: Call[Any], **query: Any) -> str:
+        return self._target(call, **query, lease=self._lease_id, epoch=self._epoch)
 
     async def read(
         self, path: str, offset: int = 0, length: int | None = None, *, timeout_s: float = TRANSFER_TIMEOUT_S
@@ -94,7 +117,7 @@ class AsyncFiles:
         if not isinstance(data, bytes | bytearray | memoryview | str) and not callable(getattr(data, "read", None)):
             raise InvalidSpec(f"data is bytes, str or a file opened in binary mode, not {type(data).__name__}")
         body = data.encode() if isinstance(data, str) else data
-        target = self._target(WRITE, path=path, mode=mode, parents=parents)
+        target = self._changed(WRITE, path=path, mode=mode, parents=parents)
         sent = bytes(body) if isinstance(body, bytes | bytearray | memoryview) else _pieces(body)
         await self._transport.value(WRITE, target, sent, timeout_s=timeout_s)
 
@@ -115,15 +138,15 @@ class AsyncFiles:
 
     async def mkdir(self, path: str, *, mode: int = 0o755, parents: bool = True) -> None:
         request = MkdirRequest(path=path, mode=mode, parents=parents, user=self._user)
-        await self._transport.value(MKDIR, self._target(MKDIR), encode(request), resend=parents)
+        await self._transport.value(MKDIR, self._changed(MKDIR), encode(request), resend=parents)
 
     async def move(self, source: str, target: str) -> None:
         request = MoveRequest(source=source, target=target, user=self._user)
-        await self._transport.value(MOVE, self._target(MOVE), encode(request), resend=False)
+        await self._transport.value(MOVE, self._changed(MOVE), encode(request), resend=False)
 
     async def remove(self, path: str, *, recursive: bool = False) -> None:
         request = RemoveRequest(path=path, recursive=recursive, user=self._user)
-        await self._transport.value(REMOVE, self._target(REMOVE), encode(request), resend=False)
+        await self._transport.value(REMOVE, self._changed(REMOVE), encode(request), resend=False)
 
     async def upload(
         self, local: str | os.PathLike[str], remote: str, *, timeout_s: float = TRANSFER_TIMEOUT_S
@@ -145,7 +168,7 @@ class AsyncFiles:
         with TemporaryFile() as archive:
             await asyncio.to_thread(pack, source, archive)
             archive.seek(0)
-            target = self._target(TAR_WRITE, path=remote)
+            target = self._changed(TAR_WRITE, path=remote)
             await self._transport.value(TAR_WRITE, target, _pieces(archive), timeout_s=timeout_s)
 
     async def download(
@@ -193,7 +216,7 @@ class AsyncFiles:
     async def write_tar(self, path: str, data: bytes, *, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
         """Unpack a tar below a directory; the sandbox refuses entries that would not stay there, and special files."""
         check_seconds(timeout_s=timeout_s)
-        await self._transport.value(TAR_WRITE, self._target(TAR_WRITE, path=path), data, timeout_s=timeout_s)
+        await self._transport.value(TAR_WRITE, self._changed(TAR_WRITE, path=path), data, timeout_s=timeout_s)
 
     async def _followed(self, path: str) -> tuple[FileInfo, str]:
         """What a path leads to: if it is a symbolic link, the entry at its end, and the path of that."""
@@ -236,7 +259,7 @@ class AsyncFiles:
                     async for piece in response.pieces(_QUIET_S):
                         total += len(piece)
                         if total > max_bytes:
-                            raise QuotaExceeded(f"more than max_bytes={max_bytes}")
+                            raise QuotaExceeded(f"it has more than max_bytes={max_bytes} (try: a larger max_bytes)")
                         await asyncio.to_thread(file.write, piece)
                 finally:
                     response.close()

@@ -127,6 +127,7 @@ class AsyncProcess:
         last_at = time.monotonic()
         lost_at: float | None = None
         again: bool | None = None
+        has_ended = False
         while True:
             target = self._target(
                 OUTPUT,
@@ -146,7 +147,9 @@ class AsyncProcess:
                     if chunk.stream == "end":
                         return
                     if chunk.stream == "exit":
-                        self._info = _exit_info(chunk.data)
+                        if has_ended:  # each response tells it again
+                            continue
+                        has_ended, self._info = True, _exit_info(chunk.data)
                         yield chunk
                     elif (new := _unseen(chunk, reached[chunk.stream])).data:
                         reached[chunk.stream] = new.offset + len(new.data)
@@ -174,26 +177,46 @@ class AsyncProcess:
                 raise loss
             await asyncio.sleep(0.05)
 
-    async def write_stdin(self, data: bytes | str, *, eof: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    async def write_stdin(
+        self,
+        data: bytes | str,
+        *,
+        eof: bool = False,
+        timeout_s: float = CALL_TIMEOUT_S,
+        offset: int | None = None,
+    ) -> None:
         """Write all of it, and return when it is in the pipe: a process that doesn't read makes this wait.
 
         Args:
             eof: Close stdin after it.
             timeout_s: For each MiB; then `ReadTimeout`, with a part of the data possibly written.
+            offset: Where in its input the data begins, for a write that is repeated: what it has taken of it already it
+                does not take twice. None: behind all that it was given.
         """
         check_seconds(timeout_s=timeout_s)
         payload = checked_bytes("data", data)
-        await BACKGROUND.call(self._write_stdin(payload, eof, timeout_s))
+        await BACKGROUND.call(self._write_stdin(payload, eof, timeout_s, offset))
+
+    async def stdin_offset(self) -> int:
+        """How many bytes of input it was given, by whomever."""
+        return await BACKGROUND.call(self._ask_stdin_offset())
 
     async def close_stdin(self) -> None:
         await self.write_stdin(b"", eof=True)
 
-    async def _write_stdin(self, data: bytes, eof: bool, timeout_s: float) -> None:
+    async def _ask_stdin_offset(self) -> int:
         async with self._stdin_lock:
-            at = self._stdin_offset
-            if at is None:
-                # Writing nothing tells how far earlier writers, in this process or another, have come.
-                at = (await self._send_stdin(b"", 0, False, timeout_s)).offset
+            return await self._known_offset(CALL_TIMEOUT_S)
+
+    async def _known_offset(self, timeout_s: float) -> int:
+        if self._stdin_offset is None:
+            # Writing nothing tells how far earlier writers, in this process or another, have come.
+            self._stdin_offset = (await self._send_stdin(b"", 0, False, timeout_s)).offset
+        return self._stdin_offset
+
+    async def _write_stdin(self, data: bytes, eof: bool, timeout_s: float, offset: int | None) -> None:
+        async with self._stdin_lock:
+            at = await self._known_offset(timeout_s) if offset is None else offset
             self._stdin_offset = None  # unknown again if this is cut short
             end, sent_all = at + len(data), False
             while not sent_all:

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from barchan.errors import BarchanError, NotFound, SandboxExpired, SandboxLost
+from barchan.model.denials import Denials
 from barchan.model.fork import ForkKind
 from barchan.model.node import Killed, SnapshotRequest
 from barchan.model.sandbox import (
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 INFO = Call("info", SandboxInfo)
 KILL = Call("kill", Killed)
+DENIALS = Call("denials", Denials)
 STATS = Call("stats", SandboxStats)
 SNAPSHOT = Call("snapshot", SnapshotInfo)
 PAUSE = Call("pause", SandboxInfo)
@@ -63,9 +65,9 @@ _REPLY_BYTES = 1 << 20  # of an exec's reply beside the output
 class AsyncSandbox:
     """One sandbox; as a context it is killed on exit. Picklable, without the token; valid while the sandbox lives."""
 
-    def __init__(self, transport: Transport, sandbox_id: str) -> None:
+    def __init__(self, transport: Transport, sandbox_id: str, lease_id: str | None = None) -> None:
         self.id = sandbox_id
-        self.files = AsyncFiles(transport, sandbox_id)
+        self.files = AsyncFiles(transport, sandbox_id, lease_id=lease_id)
         self.screen = AsyncScreen(transport, sandbox_id)
         self._transport = transport
         self._exec_target = self._target(EXEC)
@@ -92,6 +94,10 @@ class AsyncSandbox:
 
     async def stats(self) -> SandboxStats:
         return await self._transport.value(STATS, self._target(STATS))
+
+    async def denials(self) -> Denials:
+        """What it was refused, as far as that leaves a trace. It stays asleep, if it is."""
+        return await self._transport.value(DENIALS, self._target(DENIALS))
 
     async def kill(self) -> bool:
         """End it; returns when nothing of it is left on its node. False if it had ended before."""
@@ -294,6 +300,13 @@ class AsyncSandbox:
         terminal = AsyncTerminal(self._transport, self.id, rows, cols)
         await terminal.open(command, options)
         return terminal
+
+
+def made_under(transport: Transport, info: SandboxInfo, lease_id: str | None) -> AsyncSandbox:
+    """A handle on a sandbox that a create gave. Where it came under the lease that it was asked for under, the handle
+    changes no files once it has left that; another client's, found by its create id, has no such bound.
+    """
+    return AsyncSandbox(transport, info.sandbox_id, lease_id if info.spec.lease_id == lease_id else None)
 
 
 def _revive(endpoint: Endpoint, sandbox_id: str) -> AsyncSandbox:

@@ -7,11 +7,7 @@ another one. It is fresh, so that what an earlier command left running can't end
 """
 
 import asyncio
-import re
 import secrets
-import shlex
-import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -25,15 +21,17 @@ from barchan.errors import (
     NotFound,
     SandboxExpired,
     SandboxLost,
+    TrajectoryDiverged,
+    TransportError,
 )
 from barchan.model.sandbox import DEFAULT_EXEC_TIMEOUT_S, OutputChunk
 from barchan.sdk.aio.clock import AsyncSandboxClock
 from barchan.sdk.aio.process import AsyncProcess, start_process
+from barchan.sdk.aio.shell_streams import Run, line_of
 from barchan.sdk.background import BACKGROUND
 from barchan.sdk.cancel import clean_up, forget_error
 from barchan.sdk.checks import check_seconds
 from barchan.sdk.endpoint import Endpoint
-from barchan.sdk.headtail import HeadTail
 from barchan.sdk.options import ShellOptions, StartOptions, start_request
 from barchan.sdk.transport import CALL_TIMEOUT_S, Transport, shared_transport
 
@@ -75,6 +73,10 @@ class ShellResult(Struct, frozen=True, kw_only=True):
         return self.stderr.decode("utf-8", "replace")
 
 
+class NotBegun(Exception):
+    """The shell of a command has ended, and had not taken the command: it may be run in another one."""
+
+
 class ShellPoint(Struct, frozen=True, kw_only=True):
     """Where a shell stands between two commands, for whoever goes on with it, here or in another process.
 
@@ -87,68 +89,25 @@ class ShellPoint(Struct, frozen=True, kw_only=True):
     last_code: int
 
 
-class MarkedStream:
-    """One output stream up to a mark and the number behind it. What follows belongs to the next command."""
+class ShellRun(Struct, frozen=True, kw_only=True):
+    """One command that is about to be sent to a shell. Whoever has this can send the same again, from any process: the
+    shell takes it once, and what it wrote is read from where it began.
 
-    def __init__(self, mark: bytes, kept: HeadTail, bytes_max: int) -> None:
-        self.kept = kept
-        self.after = HeadTail(bytes_max)
-        self.after_bytes = 0
-        self.code: int | None = None
-        self._pattern = re.compile(re.escape(mark) + rb" ([0-9]{1,3})\n")
-        self._hold_bytes = len(mark) + 4
-        self._held = b""  # what may be the beginning of the mark
+    Attributes:
+        mark: What tells its end.
+        stdin: Offset of the shell's input at which its line begins; `stdout` and `stderr` are those of its output.
+        greeting: What a shell that just started says first.
+        is_new: It is another shell than the command before had.
+    """
 
-    def feed(self, data: bytes) -> None:
-        if self.code is not None:
-            self._feed_after(data)
-            return
-        held = self._held + data
-        if found := self._pattern.search(held):
-            self.code = int(found[1]) & 0xFF
-            self.kept.feed(held[: found.start()])
-            self._held = b""
-            self._feed_after(held[found.end() :])
-        else:
-            keep = min(len(held), self._hold_bytes)
-            self.kept.feed(held[: len(held) - keep])
-            self._held = held[len(held) - keep :]
-
-    def _feed_after(self, data: bytes) -> None:
-        self.after.feed(data)
-        self.after_bytes += len(data)
-
-    def content(self) -> tuple[bytes, bool]:
-        """What came before the mark, and whether bytes were left out."""
-        self.kept.feed(self._held)
-        self._held = b""
-        return self.kept.content()
-
-
-class _Run:
-    """One command, or the time before it: the output, and the event that something happened."""
-
-    def __init__(self, bytes_max: int, before: "_Run | None" = None) -> None:
-        self.mark = secrets.token_hex(16)
-        self.streams: dict[str, MarkedStream] = {
-            name: MarkedStream(
-                self.mark.encode(), before.streams[name].after if before is not None else HeadTail(bytes_max), bytes_max
-            )
-            for name in ("stdout", "stderr")
-        }
-        self.time: Callable[[], float] = time.monotonic
-        self.last_output_at = 0.0
-        self.changed = asyncio.Event()
-
-    def feed(self, chunk: OutputChunk) -> None:
-        self.streams[chunk.stream].feed(chunk.data)
-        self.last_output_at = self.time()
-        self.changed.set()
-
-    @property
-    def exit_code(self) -> int | None:
-        """The code, once both streams have come to the mark."""
-        return self.streams["stdout"].code if self.streams["stderr"].code is not None else None
+    process_id: str
+    mark: str
+    stdin: int
+    stdout: int
+    stderr: int
+    last_code: int = 0
+    greeting: str = ""
+    is_new: bool = False
 
 
 class AsyncShell:
@@ -173,12 +132,15 @@ class AsyncShell:
         self._turn = asyncio.Lock()
         self._process: AsyncProcess | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._run = _Run(bytes_max)
+        self._run = Run(bytes_max)
         self._is_taken_over = point is not None
         self._read_to = {"stdout": 0, "stderr": 0}
+        self._begins_at = (0, 0)  # offsets of the output that belongs to the next command
         self._last_code = 0
+        self._first_greeting = ""  # of a shell that has run no command yet
         self._greeting = b""  # what the shell has yet to say first, b"" once it did
         self._said = b""  # on its stderr, before the greeting
+        self._was_lost = False  # the shell before, and with it what earlier commands had set; not told yet
         self._closed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -188,8 +150,17 @@ class AsyncShell:
         if self.point is None:
             await BACKGROUND.call(self._start())
 
+    async def begin(self) -> ShellRun:
+        """Make sure that there is a shell, and say where the next command will stand in it."""
+        return await BACKGROUND.call(self._begin())
+
     async def run(
-        self, command: str, *, timeout_s: float = DEFAULT_EXEC_TIMEOUT_S, idle_timeout_s: float | None = None
+        self,
+        command: str,
+        *,
+        timeout_s: float = DEFAULT_EXEC_TIMEOUT_S,
+        idle_timeout_s: float | None = None,
+        begun: ShellRun | None = None,
     ) -> ShellResult:
         """Run a command in the shell. Its stdin is empty; what background jobs wrote since the last run comes with it.
 
@@ -200,11 +171,16 @@ class AsyncShell:
             timeout_s: Of the sandbox's own time: neither a wake before it nor a sleep that somebody asks for meanwhile
                 counts. By itself the sandbox does not sleep before it is done.
             idle_timeout_s: Time out when it writes nothing for this long, of the same time.
+            begun: What `begin` gave for this command, to this handle or another, whose process was killed then: what of
+                the command the shell has taken already it does not take again.
+
+        Raises:
+            NotBegun: The shell of `begun` has ended or was never there, and had not taken the command.
         """
         check_seconds(timeout_s=timeout_s, idle_timeout_s=idle_timeout_s)
         if "\0" in command:
             raise InvalidSpec("a shell command holds no NUL character")
-        return await BACKGROUND.call(self._run_command(command, timeout_s, idle_timeout_s))
+        return await BACKGROUND.call(self._run_command(command, timeout_s, idle_timeout_s, begun))
 
     async def close(self) -> None:
         """End the shell and what runs below it."""
@@ -222,8 +198,8 @@ class AsyncShell:
         options: dict[str, Any] = {**self._options}
         request = start_request(_SHELL, cast("StartOptions", options))
         process = await start_process(self._transport, self._sandbox_id, request)
-        self._process, self._last_code, self._run = process, 0, _Run(self._bytes_max)
-        greeting = secrets.token_hex(16)
+        self._process, self._last_code, self._run = process, 0, Run(self._bytes_max)
+        self._first_greeting = greeting = secrets.token_hex(16)
         self._greeting, self._said = greeting.encode(), b""
         self._follow(process, 0, 0)
         try:
@@ -236,16 +212,78 @@ class AsyncShell:
     async def _take_over(self, point: ShellPoint) -> tuple[AsyncProcess, bool]:
         """Go on with a shell that another handle started; with a new one, where that has ended since."""
         process = AsyncProcess(self._transport, self._sandbox_id, point.process_id)
-        if not (await process.info()).running:
+        is_running = (await process.info()).running
+        self._is_taken_over = False
+        if not is_running:
             return await self._start(), True
-        self._process, self._last_code, self._run = process, point.last_code, _Run(self._bytes_max)
+        self._process, self._last_code, self._run = process, point.last_code, Run(self._bytes_max)
         self._follow(process, point.stdout, point.stderr)
         return process, False
 
+    async def _begin(self) -> ShellRun:
+        async with self._turn:
+            process, is_new = await self._living_shell()
+            try:
+                stdin = await process.stdin_offset()
+            except CallerError as error:
+                await self._explain(process, error)
+                raise
+            stdout, stderr = self._begins_at
+            return ShellRun(
+                process_id=process.id,
+                mark=self._run.mark,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                last_code=self._last_code,
+                greeting=self._first_greeting,
+                is_new=is_new,
+            )
+
+    async def _again(self, begun: ShellRun, length: int) -> tuple[AsyncProcess, bool]:
+        """The shell of a command that another handle has begun, as it was then, and whether it still takes input: its
+        input goes on where the command's line of that length begins.
+        """
+        await self._forget()
+        self._is_taken_over = False
+        process = AsyncProcess(self._transport, self._sandbox_id, begun.process_id)
+        try:
+            is_running = (await process.info()).running
+            taken = await process.stdin_offset() - begun.stdin
+        except NotFound as error:
+            if "process_id" not in error.details:
+                raise
+            self._was_lost |= _has_run(begun)
+            raise NotBegun(f"shell {begun.process_id} is not in this sandbox") from error
+        if not 0 <= taken <= length:
+            raise TrajectoryDiverged(f"shell {begun.process_id} has had other input than this command")
+        if not is_running and taken < length:
+            self._was_lost |= _has_run(begun)
+            raise NotBegun(f"shell {begun.process_id} has ended before it had the command")
+        self._process, self._last_code = process, begun.last_code
+        self._run = Run(self._bytes_max, mark=begun.mark)
+        self._first_greeting, self._greeting, self._said = begun.greeting, begun.greeting.encode(), b""
+        self._follow(process, begun.stdout, begun.stderr)
+        return process, is_running
+
     def _follow(self, process: AsyncProcess, stdout: int, stderr: int) -> None:
+        self._begins_at = stdout, stderr
+        self._read_from(process, stdout, stderr)
+
+    def _read_from(self, process: AsyncProcess, stdout: int, stderr: int) -> None:
         self._read_to = {"stdout": stdout, "stderr": stderr}
         self._reader = asyncio.create_task(self._read(process, stdout, stderr))
         self._reader.add_done_callback(forget_error)
+
+    def _is_there(self) -> bool:
+        """Whether there is a shell that nobody has told of the end of. Where only the way to it was lost, while nothing
+        ran in it, its output is read on: it has all that earlier commands have set.
+        """
+        if self._process is None or self._reader is None:
+            return False
+        if self._reader.done() and isinstance(self._reader.exception(), TransportError):
+            self._read_from(self._process, self._read_to["stdout"], self._read_to["stderr"])
+        return not self._reader.done()
 
     async def _explain(self, process: AsyncProcess, error: CallerError) -> None:
         """Forget a shell that takes no input, and raise what it said if it never came up."""
@@ -266,6 +304,7 @@ class AsyncShell:
             async for chunk in process.chunks(stdout, stderr, follow=True, quiet_timeout_s=None, is_idle=True):
                 if chunk.stream == "exit":
                     return
+                self._run.has_gap |= chunk.offset > self._read_to[chunk.stream]
                 self._read_to[chunk.stream] = chunk.offset + len(chunk.data)
                 if self._greeting and chunk.stream == "stderr":
                     self._greet(chunk)
@@ -281,58 +320,81 @@ class AsyncShell:
             self._greeting = b""
             self._run.feed(OutputChunk("stderr", chunk.offset, before + after))
 
-    async def _run_command(self, command: str, timeout_s: float, idle_timeout_s: float | None) -> ShellResult:
+    async def _run_command(
+        self, command: str, timeout_s: float, idle_timeout_s: float | None, begun: ShellRun | None
+    ) -> ShellResult:
         async with self._turn:
-            process, is_new = await self._living_shell()
+            if begun is None:
+                process, is_new = await self._living_shell()
+                line, offset = line_of(command, self._run.mark, self._last_code), None
+            else:
+                line, offset, is_new = line_of(command, begun.mark, begun.last_code), begun.stdin, begun.is_new
+                own, takes_input = self._begun_here(begun), True
+                if own is None:
+                    own, takes_input = await self._again(begun, len(line.encode()))
+                process, line = own, line if takes_input else ""
             async with AsyncSandboxClock(self._transport, self._sandbox_id) as clock:
-                return await self._run_awake(process, is_new, clock, command, timeout_s, idle_timeout_s)
+                return await self._run_awake(process, is_new, clock, line, offset, timeout_s, idle_timeout_s)
+
+    def _begun_here(self, begun: ShellRun) -> AsyncProcess | None:
+        if self._process is None or (self._process.id, self._run.mark) != (begun.process_id, begun.mark):
+            return None
+        if not self._is_there():
+            raise NotBegun(f"shell {begun.process_id} has ended before it was sent the command")
+        return self._process
 
     async def _run_awake(
         self,
         process: AsyncProcess,
         is_new: bool,
         clock: AsyncSandboxClock,
-        command: str,
+        line: str,
+        offset: int | None,
         timeout_s: float,
         idle_timeout_s: float | None,
     ) -> ShellResult:
         run = self._run
         run.time, run.last_output_at = clock.time, clock.time()
-        line = _line(command, run.mark, self._last_code)
         timed_out = False
         try:
             async with clock.timeout(timeout_s):
-                await process.write_stdin(line, timeout_s=timeout_s + CALL_TIMEOUT_S)
+                if line:
+                    await process.write_stdin(line, timeout_s=timeout_s + CALL_TIMEOUT_S, offset=offset)
                 timed_out = not await self._wait(run, clock, idle_timeout_s)
         except TimeoutError:
             timed_out = True
         except asyncio.CancelledError as cancelled:
             await clean_up(cancelled, self._abandon(run, clock), "the command may still run")
+            if self._run is run:
+                await self._lose()
             raise
         except CallerError as error:
             await self._explain(process, error)
             raise
         except BarchanError:
-            await self._forget()
+            await self._lose()
             raise
-        if timed_out:
-            await self._interrupt(run, clock)
-        return await self._result(run, timed_out, is_new)
+        try:
+            if timed_out:
+                await self._interrupt(run, clock)
+            return await self._result(run, timed_out, is_new)
+        except (TransportError, TimeoutError):
+            await self._lose()
+            raise
 
     async def _living_shell(self) -> tuple[AsyncProcess, bool]:
         """The shell for the next command, and whether it is another than the last command had."""
         if self._closed:
             raise LocalProtocolError("the shell is closed")
         if self._is_taken_over and self.point is not None:
-            self._is_taken_over = False
             return await self._take_over(self.point)
-        if self._process is not None and self._reader is not None and not self._reader.done():
+        if self._process is not None and self._is_there():
             return self._process, False
-        is_new = self._process is not None
+        is_new = self._process is not None or self._was_lost
         await self._forget()
         return await self._start(), is_new
 
-    async def _wait(self, run: _Run, clock: AsyncSandboxClock, idle_timeout_s: float | None = None) -> bool:
+    async def _wait(self, run: Run, clock: AsyncSandboxClock, idle_timeout_s: float | None = None) -> bool:
         """Wait for the mark or the end of the shell; False when it was silent for too long first."""
         assert self._reader is not None
         while run.exit_code is None and not self._reader.done():
@@ -347,7 +409,7 @@ class AsyncShell:
             await asyncio.sleep(0)
         return True
 
-    async def _interrupt(self, run: _Run, clock: AsyncSandboxClock) -> None:
+    async def _interrupt(self, run: Run, clock: AsyncSandboxClock) -> None:
         """Kill what runs below the shell; if it does not come back, the shell too."""
         assert self._process is not None
         await self._process.signal("KILL", scope="children")
@@ -359,11 +421,11 @@ class AsyncShell:
             async with clock.timeout(_ENDED_S):
                 await self._wait(run, clock)
 
-    async def _abandon(self, run: _Run, clock: AsyncSandboxClock) -> None:
+    async def _abandon(self, run: Run, clock: AsyncSandboxClock) -> None:
         await self._interrupt(run, clock)
         await self._result(run, True, False)
 
-    async def _result(self, run: _Run, timed_out: bool, is_new: bool) -> ShellResult:
+    async def _result(self, run: Run, timed_out: bool, is_new: bool) -> ShellResult:
         assert self._process is not None and self._reader is not None
         exit_code = run.exit_code
         has_ended = exit_code is None
@@ -374,19 +436,21 @@ class AsyncShell:
             exit_code = (await process.wait(_ENDED_S)).exit_code or 0
             if self._greeting and not timed_out:
                 raise self._not_started(exit_code)
-        self._run, self._last_code = _Run(self._bytes_max, run), exit_code
-        self.point = None if has_ended else self._point(run)
+        self._run, self._last_code, self._was_lost = Run(self._bytes_max, run), exit_code, False
+        self.point, self._first_greeting = None if has_ended else self._point(run), ""
+        if self.point is not None:
+            self._begins_at = self.point.stdout, self.point.stderr
         (out, out_cut), (err, err_cut) = (run.streams[name].content() for name in ("stdout", "stderr"))
         return ShellResult(
             exit_code=exit_code,
             stdout=out,
             stderr=err,
             timed_out=timed_out,
-            truncated=out_cut or err_cut,
+            truncated=out_cut or err_cut or run.has_gap,
             restarted=has_ended or is_new,
         )
 
-    def _point(self, run: _Run) -> ShellPoint | None:
+    def _point(self, run: Run) -> ShellPoint | None:
         """Where the mark of a run was: what came after it is the next command's."""
         if self._process is None:
             return None
@@ -402,6 +466,13 @@ class AsyncShell:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
+    async def _lose(self) -> None:
+        """Have a new shell for the next command, which is told: what comes of the one that is not over would pass for
+        the next one's.
+        """
+        self._was_lost = True
+        await self._forget()
+
     async def _close(self) -> None:
         self._closed = True
         process = self._process
@@ -413,17 +484,12 @@ class AsyncShell:
             pass  # it went with its sandbox
 
 
+def _has_run(begun: ShellRun) -> bool:
+    """Whether a shell had done something before this command, or had itself taken the place of one that had."""
+    return begun.is_new or not begun.greeting
+
+
 def _revive(
     endpoint: Endpoint, sandbox_id: str, bytes_max: int, options: ShellOptions, point: ShellPoint | None
 ) -> AsyncShell:
     return AsyncShell(shared_transport(endpoint), sandbox_id, bytes_max, options, point)
-
-
-def _line(command: str, mark: str, last_code: int) -> str:
-    """What the shell is sent: read as one line, so that nothing of it is left in the pipe while the command runs."""
-    script = f"(exit {last_code})\n{command}" if last_code else command
-    told = "command printf '%s %d\\n'"
-    return (
-        f"eval {shlex.quote(script)} </dev/null 8>&- 9>&-; "
-        f"{{ {told} {mark} $? >&8; {told} {mark} 0 >&9; }} 2>/dev/null\n"
-    )

@@ -1,13 +1,13 @@
 """What a client asks of a node about the state of its sandboxes: what is kept of them, and where they wait."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from barchan.model.sandbox import SandboxInfo
 from barchan.model.tiers import AdoptRequest, TierChange
 from barchan.sdk.aio import snapshot
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.sdk.aio.snapshot import TRANSFER_TIMEOUT_S, AsyncSnapshot
-from barchan.sdk.aio.tiers import bring
+from barchan.sdk.aio.tiers import Progress, bring
 from barchan.sdk.checks import checked_labels
 from barchan.sdk.lease import Lease
 from barchan.sdk.transport import Call, Transport, encode
@@ -68,31 +68,50 @@ class StateCalls:
         await self._transport.value(ADOPT, target, encode(asked), timeout_s=ADOPT_TIMEOUT_S)
         return AsyncSandbox(self._transport, sandbox_id)
 
-    def pause_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> AsyncGenerator[TierChange, None]:
-        """Pause many sandboxes; each is told of as it is paused, or as it can't be. It goes on if nobody listens.
+    async def pause_many(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        sandbox_ids: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> list[TierChange]:
+        """Pause many sandboxes; returns where each is, and in `refused` why one could not be paused.
+
+        Cancelling it ends nothing of it: the node goes on.
 
         Args:
             labels: Those that have all these labels.
             sandbox_ids: Those with these ids, instead. With neither: every sandbox of the node.
+            progress: Told of each as it is done.
         """
-        return bring(self._transport, "paused", labels, sandbox_ids)
+        return await bring(self._transport, "paused", labels, sandbox_ids, progress)
 
-    def page_out_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> AsyncGenerator[TierChange, None]:
+    async def page_out_many(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        sandbox_ids: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> list[TierChange]:
         """Pause many sandboxes, and give their cold memory away; as `pause_many`."""
-        return bring(self._transport, "paged_out", labels, sandbox_ids)
+        return await bring(self._transport, "paged_out", labels, sandbox_ids, progress)
 
-    def hibernate_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> AsyncGenerator[TierChange, None]:
+    async def hibernate_many(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        sandbox_ids: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> list[TierChange]:
         """Hibernate many sandboxes, a few at a time; as `pause_many`."""
-        return bring(self._transport, "hibernated", labels, sandbox_ids)
+        return await bring(self._transport, "hibernated", labels, sandbox_ids, progress)
 
-    def resume_many(
-        self, *, labels: Mapping[str, str] | None = None, sandbox_ids: Sequence[str] = ()
-    ) -> AsyncGenerator[TierChange, None]:
+    async def resume_many(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        sandbox_ids: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> list[TierChange]:
         """Wake many sandboxes, those first that somebody waits for; as `pause_many`."""
-        return bring(self._transport, "running", labels, sandbox_ids)
+        return await bring(self._transport, "running", labels, sandbox_ids, progress)

@@ -1,6 +1,6 @@
 """Many sandboxes to one tier of waiting, told of one by one."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from barchan.model.tiers import Tier, TierChange, TierRequest
 from barchan.sdk.checks import checked_labels
@@ -8,12 +8,17 @@ from barchan.sdk.transport import Call, Transport, encode, records
 
 TIER_MANY = Call("tier_many", TierChange)
 QUIET_S = 600.0  # between two of them
+Progress = Callable[[TierChange], None]
 
 
 async def bring(
-    transport: Transport, tier: Tier, labels: Mapping[str, str] | None, sandbox_ids: Sequence[str]
-) -> AsyncGenerator[TierChange, None]:
-    """A record of each as it is there, or refused; with neither labels nor ids: of every sandbox of the node."""
+    transport: Transport,
+    tier: Tier,
+    labels: Mapping[str, str] | None,
+    sandbox_ids: Sequence[str],
+    progress: Progress | None,
+) -> list[TierChange]:
+    """What became of each; with neither labels nor ids: of every sandbox of the node."""
     asked = TierRequest(
         tier=tier,
         labels=checked_labels(labels or {}),
@@ -21,8 +26,17 @@ async def bring(
         all=not labels and not sandbox_ids,
     )
     response = await transport.open(TIER_MANY, TIER_MANY.target(), encode(asked), timeout_s=QUIET_S)
+    found: dict[str, TierChange] = {}
     try:
-        async for change in records(response, TIER_MANY, quiet_s=QUIET_S):
-            yield change
+        await hear(records(response, TIER_MANY, quiet_s=QUIET_S), found, progress)
     finally:
         response.close()
+    return list(found.values())
+
+
+async def hear(changes: AsyncIterator[TierChange], found: dict[str, TierChange], progress: Progress | None) -> None:
+    """Keep the last record of each sandbox, and tell of all."""
+    async for change in changes:
+        found[change.sandbox_id] = change
+        if progress is not None:
+            progress(change)
