@@ -24,6 +24,14 @@ def processes() -> Iterator[tuple[int, list[str]]]:
                 continue
 
 
+def parent_of(pid: int) -> int:
+    """0 for one that has ended meanwhile."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 class Watch:
     """One existing state directory, and all that a node that uses it may make on the host."""
 
@@ -38,7 +46,7 @@ class Watch:
         for pid, argv in self._own_processes():
             if "--cgroup" in argv:
                 equal(argv[argv.index("--cgroup") + 1], self.cgroup, "how the backend names its cgroups")
-                found[pid] = _parent(pid)
+                found[pid] = parent_of(pid)
         # Its children are called as it is until they have become something else.
         return next((pid for pid, parent in found.items() if parent and parent not in found), None)
 
@@ -127,14 +135,6 @@ class Watch:
             if target.startswith(f"{self.state_dir}/"):
                 found.append(f"{backing.parts[3]} of {target}")
         return found
-
-
-def _parent(pid: int) -> int:
-    """0 for one that has ended meanwhile."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def _names(directory: Path) -> list[str]:

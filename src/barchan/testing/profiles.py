@@ -14,7 +14,10 @@ LACKABLE: Final = {
     "network allow": "a way out by names (Capabilities.networks)",
     "network open": "a way out (Capabilities.networks)",
     "root capable": "a root with power over other users' files (Capabilities.roots)",
+    "bounded root": "a root that is kept from its init and from others' files (Capabilities.bounds_root)",
 }
+# Nobody asks for these, so there is nothing to refuse: what lacks them is seen not to have them.
+NEVER_ASKED_FOR: Final = frozenset({"bounded root"})
 
 
 class Profile(Struct, frozen=True, kw_only=True):
@@ -23,11 +26,13 @@ class Profile(Struct, frozen=True, kw_only=True):
     Attributes:
         memory_mib: Of a sandbox that is to hold a Python.
         patience: Factor of every bound of time; 1 is for containers on an idle machine.
+        disk_spare_mib: What the template leaves free on a disk of its own, to which `disk_mib` are added.
         lacks: What of `LACKABLE` it lacks, and why. Strict: what it can do after all fails.
     """
 
     memory_mib: int = 128
     patience: float = 1.0
+    disk_spare_mib: int = 0
     lacks: dict[str, str] = {}
 
 
@@ -54,7 +59,8 @@ PROFILES: Final[dict[str, Profile]] = {
     "vm": Profile(
         memory_mib=512,
         patience=8.0,
-        lacks=NO_ZYGOTE,
+        disk_spare_mib=256,
+        lacks={**NO_ZYGOTE, "bounded root": "the machine is the guest's: its root is a machine's"},
     ),
 }
 
@@ -71,5 +77,6 @@ def profile_of(backend: str, lacks: tuple[str, ...] = ()) -> Profile:
     return Profile(
         memory_mib=own.memory_mib,
         patience=own.patience,
+        disk_spare_mib=own.disk_spare_mib,
         lacks={**own.lacks, **dict.fromkeys(lacks, "its author says so")},
     )

@@ -19,9 +19,10 @@ from barchan.sdk.aio.client import AsyncClient, connect_async
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.testing.check import Check
 from barchan.testing.conformance import CHECKS
+from barchan.testing.expect import NotConforming
 from barchan.testing.lab import Lab
 from barchan.testing.node import NodeProcess
-from barchan.testing.profiles import Profile
+from barchan.testing.profiles import NEVER_ASKED_FOR, Profile
 
 CHECK_S = 90.0
 LEFTOVERS = "nothing_is_left_on_the_host"
@@ -126,6 +127,8 @@ class Suite:
                 return "gap", f"{check.needs}: {lacking}"
             return ("unmet", str(error)) if isinstance(error, RequirementMissing) else ("failed", _told(error))
         except Exception as error:
+            if lacking is not None and check.needs in NEVER_ASKED_FOR and isinstance(error, NotConforming):
+                return "gap", f"{check.needs}: {lacking}"
             return "failed", _told(error)
         if lacking is not None:
             return "closed", f"it is listed as lacking {check.needs} ({lacking}), and can do it"
@@ -167,10 +170,13 @@ class Suite:
 
 
 def _told(error: Exception) -> str:
-    """What went wrong, and the line of the check that saw it."""
+    """What went wrong, and the line of the check that saw it, or stood there when its time was over."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/testing/conformance/" in frame.filename]
+    trace = error.__traceback__
+    if isinstance(error, TimeoutError) and error.__cause__ is not None:
+        trace = error.__cause__.__traceback__
+    frames = [frame for frame in traceback.extract_tb(trace) if "/testing/conformance/" in frame.filename]
     at = f" (in {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     return f"{type(error).__name__}: {error}{at}"
 

@@ -6,7 +6,7 @@ from barchan.errors import BarchanError, Conflict, NotFound, SandboxExpired, Set
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.testing.check import check
 from barchan.testing.expect import equal, holds, raises, until
-from barchan.testing.lab import Lab, made, text
+from barchan.testing.lab import CREATE_S, Lab, made, text
 
 
 @check()
@@ -127,7 +127,8 @@ async def a_cancelled_create_leaves_no_sandbox(lab: Lab) -> None:
 @check()
 async def many_come_and_go_and_leave_nothing(lab: Lab) -> None:
     """A dozen of them, some of them with programs, files and a pause behind them."""
-    items = [item async for item in lab.client.create_many(lab.template, n=12, **lab.options())]
+    timeout_s = lab.s(CREATE_S)
+    items = [item async for item in lab.client.create_many(lab.template, n=12, timeout_s=timeout_s, **lab.options())]
     sandboxes = made(items)
     await asyncio.gather(*(sandbox.exec("echo x > /tmp/x; sleep 300 & true") for sandbox in sandboxes))
     for sandbox in sandboxes[:3]:

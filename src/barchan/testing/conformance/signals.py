@@ -5,6 +5,7 @@ import asyncio
 from barchan.errors import InvalidSpec
 from barchan.sdk.aio.sandbox import AsyncSandbox
 from barchan.testing.check import check
+from barchan.testing.conformance.kills import WAYS_TO_KILL
 from barchan.testing.expect import equal, holds, raises, until
 from barchan.testing.lab import Lab, collected, said_until, text
 
@@ -147,3 +148,20 @@ async def a_cancelled_exec_leaves_nothing_running(lab: Lab) -> None:
     call.cancel()
     await raises(asyncio.CancelledError, call)
     await until(lambda: all_dead(sandbox), "nothing of it runs", lab.s(10))
+
+
+@check()
+async def a_restrained_program_has_no_way_to_a_sigkill(lab: Lab) -> None:
+    """It and what it starts: so one that it gets is known to come from outside. Others have most of these ways."""
+    sandbox = await lab.common()
+    free, held = await asyncio.gather(
+        text(sandbox, ["python3", "-c", WAYS_TO_KILL], timeout_s=lab.s(30)),
+        text(sandbox, ["python3", "-c", WAYS_TO_KILL], timeout_s=lab.s(30), restrained=True),
+    )
+    holds({"by_kill", "by_tgkill", "by_limit", "by_child"} <= set(free.split()), f"others can: {free}")
+    equal(held, "\n", "what has killed")
+    equal(
+        await text(sandbox, "sleep 9 & kill $!; wait $!; echo $?", restrained=True),
+        "143\n",
+        "it can end what it started",
+    )
