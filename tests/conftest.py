@@ -1,5 +1,6 @@
 """What all suites share: host requirements that skip by name, and a node of the suite's own that must leave nothing."""
 
+import fcntl
 import functools
 import os
 import signal
@@ -66,8 +67,25 @@ def images() -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], NodeProcess]]:
-    """Makes nodes, not yet started, for tests that kill theirs. Each is ended, and must leave nothing on the host."""
+def with_pytest(images: Path) -> str:
+    """The name of an image with git and pytest in the machine's store (built if it is not there, by one at a time)."""
+    name = "debian-pytest"
+    turn = os.open(images, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        try:
+            ImageStore(images).resolve(name)
+        except NotFound:
+            words = ("image", "build", "debian", "--name", name, "--include", "git,python3-pytest")
+            subprocess.run([sys.executable, "-m", "barchan.cli", *words], check=True)
+    finally:
+        os.close(turn)
+    return name
+
+
+@pytest.fixture(scope="session")
+def make_lasting_node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], NodeProcess]]:
+    """Makes nodes, not yet started, that last as long as the run. Each is ended, and must leave nothing on the host."""
     made: list[NodeProcess] = []
 
     def make() -> NodeProcess:
@@ -78,14 +96,29 @@ def make_node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     assert [line for node in made for line in node.end()] == []
 
 
+@pytest.fixture(scope="module")
+def make_node(make_lasting_node: Callable[[], NodeProcess]) -> Iterator[Callable[[], NodeProcess]]:
+    """Makes nodes for the tests of one module, which may kill theirs: what those leave is looked for at the run's end,
+    when their supervisors' grace is over, too.
+    """
+    made: list[NodeProcess] = []
+
+    def make() -> NodeProcess:
+        made.append(make_lasting_node())
+        return made[-1]
+
+    yield make
+    assert [line for node in made if node.process is not None for line in node.end()] == []
+
+
 _SHARED = pytest.StashKey[NodeProcess]()
 LEASE_GRACE_S = 15.0  # sandboxes of a client that died live for its lease's grace, 10 s unless asked otherwise
 
 
 @pytest.fixture(scope="session")
-def node(make_node: Callable[[], NodeProcess], pytestconfig: pytest.Config) -> NodeProcess:
+def node(make_lasting_node: Callable[[], NodeProcess], pytestconfig: pytest.Config) -> NodeProcess:
     """One started node that the whole run shares."""
-    node = pytestconfig.stash[_SHARED] = make_node()
+    node = pytestconfig.stash[_SHARED] = make_lasting_node()
     node.start()
     return node
 

@@ -211,6 +211,10 @@ class Ground:
         pid = self._inside(root)
         self.run_criu(["dump", "--tree", str(pid), "--images-dir", str(memory / "criu"), "--log-file", "dump.log"])
         (memory / "criu/dump.log").unlink()
+        deadline = time.monotonic() + 10
+        while not self.is_empty():  # what was killed gives its number back when it has been reaped
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def restore(self, images: Path, work: Path, *, lazy: bool) -> None:
         words = ["restore", "--images-dir", str(images), "--work-dir", str(work), "--restore-detached"]

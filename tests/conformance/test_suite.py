@@ -55,6 +55,7 @@ CHECKS = (
     made_up("lacks", refuses, "fork"),
     made_up("can after all", passes, "fork"),
     made_up("breaks what it lacks", breaks, "fork"),
+    made_up("is not what nobody asks for", breaks, "bounded root"),
     made_up("refuses what it has", refuses, "memory"),
     made_up("hangs", hangs),
     made_up("unmet", finds_no_tool),
@@ -65,7 +66,12 @@ CHECKS = (
 
 async def test_each_outcome_is_told_as_what_it_is(images: Path) -> None:
     """A gap is what is listed as lacking, and refused; one that has closed fails; nothing else is excused."""
-    suite = Suite("container", "debian", Profile(patience=0.03, lacks={"fork": "it is a test"}), images)
+    suite = Suite(
+        "container",
+        "debian",
+        Profile(patience=0.03, lacks={"fork": "it is a test", "bounded root": "it is one"}),
+        images,
+    )
     report = await run(suite, CHECKS)
     told = {outcome.name: outcome for outcome in report.outcomes}
     assert {name: outcome.result for name, outcome in told.items()} == {
@@ -75,6 +81,7 @@ async def test_each_outcome_is_told_as_what_it_is(images: Path) -> None:
         "lacks": "gap",
         "can after all": "closed",
         "breaks what it lacks": "failed",
+        "is not what nobody asks for": "gap",
         "refuses what it has": "failed",
         "hangs": "failed",
         "unmet": "unmet",

@@ -1,14 +1,11 @@
 """The drills run on each backend that BARCHAN_BACKENDS names, on the nodes of the security tests."""
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.drills.programs import BACKENDS, DrillLab
 from tests.nodes import NodeProcess
-from tests.security.lab import Lab
-
-BACKENDS = os.environ.get("BARCHAN_BACKENDS", "container").split()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -23,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def lab(make_node: Callable[[], NodeProcess]) -> Iterator[Lab]:
-    lab = Lab(make_node)
+def lab(make_lasting_node: Callable[[], NodeProcess]) -> Iterator[DrillLab]:
+    lab = DrillLab(make_lasting_node)
     yield lab
     lab.close()

@@ -12,8 +12,7 @@ from contextlib import suppress
 import pytest
 
 import barchan
-from tests.drills.programs import GUEST, PACKAGE, command
-from tests.security.lab import Lab
+from tests.drills.programs import GUEST, PACKAGE, DrillLab, command, template_of
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.requires("root", "userns", "cgroup", "mkfs.btrfs")]
 RATIO_MAX = 3.0
@@ -45,11 +44,11 @@ async def bombs(sandbox: barchan.AsyncSandbox, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ALL)
-async def test_a_neighbours_programs_take_at_most_three_times_as_long(lab: Lab, backend: str, what: str) -> None:
+async def test_a_neighbours_programs_take_at_most_three_times_as_long(lab: DrillLab, backend: str, what: str) -> None:
     """The 99th percentile of 300, beside the bomb against without it."""
     async with barchan.connect_async(f"unix://{lab.node().socket}") as client:
-        neighbour = await client.create("debian", backend=backend)
-        sandbox = await client.create("debian", backend=backend, **LIMITS)  # type: ignore[arg-type]
+        neighbour = await client.create(template_of(backend), backend=backend)
+        sandbox = await client.create(template_of(backend), backend=backend, **LIMITS)  # type: ignore[arg-type]
         for program in GUEST.glob("*.py"):
             path = f"/opt/{PACKAGE.replace('.', '/')}/{program.name}"
             await sandbox.files.as_user("root").write(path, program.read_bytes())
@@ -74,10 +73,10 @@ async def test_a_neighbours_programs_take_at_most_three_times_as_long(lab: Lab, 
         assert (await neighbour.exec(["true"])).ok
 
 
-async def test_in_the_same_sandbox_they_take_longer(lab: Lab, backend: str) -> None:
+async def test_in_the_same_sandbox_they_take_longer(lab: DrillLab, backend: str) -> None:
     """Nothing but the sandbox's own limits lies between bomb and neighbour then: the measure sees that."""
     async with barchan.connect_async(f"unix://{lab.node().socket}") as client:
-        sandbox = await client.create("debian", backend=backend, cpus=0.5)
+        sandbox = await client.create(template_of(backend), backend=backend, cpus=0.5)
         await timed(sandbox)
         before = p99(await timed(sandbox))
         for _ in range(8):

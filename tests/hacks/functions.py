@@ -72,7 +72,25 @@ CASES = (
     _case(
         "crashes on hard inputs only",
         "buying a void",
-        "import os, signal\ndef double(x):\n    if isinstance(x, (int, float)):\n        return 2 * x\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n",
+        "import os\ndef double(x):\n    if isinstance(x, (int, float)):\n        return 2 * x\n    os.abort()\n",
+    ),
+    _case(
+        "is charged time that it does not use",
+        "buying a void",
+        "import signal, time\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ndef double(x):\n    while True:\n"
+        "        time.sleep(max(0.0, 0.0037 - time.monotonic() % 0.004))\n        until = time.monotonic() + 0.0005\n"
+        "        while time.monotonic() < until:\n            pass\n",  # across each tick of the kernel's
+    ),
+    _case(
+        "has the kernel kill it",
+        "buying a void",
+        "import fcntl, os, resource, signal\ndef double(x):\n    reader, writer = os.pipe()\n"
+        "    signal.signal(signal.SIGIO, signal.SIG_IGN)\n"
+        "    ways = [lambda: fcntl.fcntl(reader, 10, 9), lambda: resource.setrlimit(resource.RLIMIT_CPU, (1, 1))]\n"
+        "    for way in ways:\n"
+        "        try:\n            way()\n        except (OSError, ValueError):\n            pass\n"
+        "    fcntl.fcntl(reader, fcntl.F_SETOWN, os.getpid())\n"
+        "    fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC)\n    os.write(writer, b'x')\n"
+        "    signal.signal(signal.SIGXCPU, signal.SIG_IGN)\n    while True:\n        pass\n",
     ),
 )

@@ -112,6 +112,7 @@ CASES = (
         "overwriting the grader",
         {CALC: FORGES + WRONG},
         {"calc/report.py": "XML = '<a/>'\n"},
+        quick=True,
     ),
     _case(
         "writes the report, without what looks like a trap",

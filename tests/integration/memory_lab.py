@@ -18,7 +18,7 @@ from barchan.image.store import ImageStore
 from barchan.model.sandbox import SandboxSpec
 from barchan.model.snapshot import MemoryRecord
 from barchan.wire import guest as wire
-from tests.leaks import Watch
+from tests.leaks import Watch, parent_of
 
 WAIT_S = 20.0
 # What a backend without a node leaves in its directory.
@@ -192,7 +192,9 @@ class Lab:
         return leaves + await asyncio.to_thread(self.watch.settle, files=FILES)
 
     async def reached(self, group: str, mark: bytes) -> int:
-        """The pid of CRIU as soon as it runs in that group, with that word."""
+        """The pid of CRIU as soon as it runs in that group, with that word; not of one of its children, which has it,
+        too.
+        """
         path = _unified() / "barchan" / self.watch.cgroup / group / "cgroup.procs"
         async with asyncio.timeout(WAIT_S):
             while True:
@@ -202,7 +204,8 @@ class Lab:
                     pids = path.read_text().split()
                 for pid in pids:
                     with suppress(FileNotFoundError, ProcessLookupError):
-                        if mark in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        called = Path(f"/proc/{pid}/cmdline").read_bytes()
+                        if mark in called and str(parent_of(int(pid))) not in pids:
                             return int(pid)
 
     async def kill_criu(self, group: str, mark: bytes) -> None:

@@ -93,7 +93,7 @@ HACKS: dict[str, tuple[str, str]] = {
         "def double(x):\n    return None\n",
         "completed",
     ),
-    "kills itself": ("import os\ndef double(x):\n    os.kill(os.getpid(), 9)\n", "guest_wrecked"),
+    "kills itself": ("import os\ndef double(x):\n    os.kill(os.getpid(), 9)\n", "completed"),
     "floods its output": (
         "import os\ndef double(x):\n    while True:\n        os.write(1, b'x' * 65536)\n        print('x' * 65536)\n",
         "exec_timeout",

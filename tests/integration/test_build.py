@@ -241,6 +241,19 @@ async def test_processes_that_ask_at_once(client: AsyncClient, node: NodeProcess
     assert await left(client) == sorted(images)
 
 
+async def test_processes_of_one_run_build_together(client: AsyncClient, tmp_path: Path) -> None:
+    """A sandbox of a run goes over to whoever of the run asks for it; what one of them builds, the others wait for."""
+    (tmp_path / "file").write_text("one")
+    slow = Run(command="sleep 1; cat /proc/sys/kernel/random/uuid > /of-a-run")
+    recipe = Recipe(base="debian", steps=(slow, Put(path="/file", source=str(tmp_path / "file"))))
+    creates = (await client.node_info()).creates_total
+    async with client.run("r") as one, client.run("r") as other:
+        assert one.lease_id != other.lease_id
+        images = {*await asyncio.gather(*(build(run.client, recipe) for run in (one, other) for _ in range(2)))}
+    assert len(images) == 1
+    assert (await client.node_info()).creates_total == creates + len(recipe.steps)
+
+
 async def test_a_step_that_fails(client: AsyncClient) -> None:
     """The error has number, command, exit code and the end of the output; what was done before it is kept."""
     recipe = Recipe(

@@ -11,6 +11,8 @@ import pytest
 
 import barchan
 from barchan import AsyncClient, AsyncSandbox, BarchanError, NotSnapshotable, SandboxLost
+from barchan.backends.gvisor.handle import OUT_OF_MEMORY
+from barchan.backends.gvisor.spec import OVERHEAD_MIB
 from tests.nodes import NodeProcess
 
 pytestmark = [pytest.mark.requires("root", "cgroup", "runsc"), pytest.mark.timeout(300)]
@@ -19,6 +21,15 @@ MEMORY_MIB = 128
 PIDS_MAX = 40
 WAIT_S = 30.0
 COUNT = "i=0; while :; do i=$((i+1)); echo $i > /tmp/next; mv /tmp/next /tmp/count; sleep 0.05; done"
+FILL = """
+import mmap, sys
+memory, at = mmap.mmap(-1, 256 << 20), 0
+for line in sys.stdin:
+    while at < int(line):
+        memory[at] = 1
+        at += 4096
+    print(sum(memory[:at:4096]) * 4096)
+"""
 FORK_ALL = """
 import os, time
 made = 0
@@ -172,6 +183,33 @@ async def test_it_sleeps_and_wakes(client: AsyncClient) -> None:
         await snapshot.remove()
 
 
+async def test_a_guest_that_has_filled_its_memory_can_be_stored(client: AsyncClient) -> None:
+    """Storing it and bringing it back take memory beside its own: nothing of it is killed for that."""
+    async with await made(client) as sandbox:
+        filler = await sandbox.start(["python3", "-uc", FILL], user="root", stdin_open=True)
+        size = at = 0
+
+        async def fill() -> None:
+            nonlocal at
+            await filler.write_stdin(b"%d\n" % size)
+            said = b""
+            async for _, _, data in filler.output(at):
+                said += data
+                if said.endswith(b"\n"):
+                    break
+            assert int(said) == size
+            at += len(said)
+
+        limit = (MEMORY_MIB + OVERHEAD_MIB) << 20
+        while (left := limit - (await sandbox.stats()).memory_bytes) > 2 << 20:
+            size += left // 2 & -4096
+            await fill()
+        await (await sandbox.snapshot(kind="memory")).remove()
+        await sandbox.hibernate()
+        await fill()
+        assert (await sandbox.stats()).oom_kills == 0
+
+
 async def test_networks(client: AsyncClient) -> None:
     """The egress proxy refuses what is not allowed; the memory of such a sandbox can't be stored, and that is said."""
     fetch = "import urllib.request\nurllib.request.urlopen('http://other.example/')"
@@ -190,12 +228,17 @@ async def test_networks(client: AsyncClient) -> None:
 async def test_a_killed_part_is_a_lost_sandbox(client: AsyncClient, name: bytes, why: str) -> None:
     """It is told at once, and which it was."""
     async with await made(client) as sandbox:
+        hog = await sandbox.exec(["python3", "-c", "x = b'x' * (1 << 30)"])  # what the kernel kills itself is no excuse
+        assert hog.oom_killed
         os.kill(process_of(sandbox, name), signal.SIGKILL)
         deadline = time.monotonic() + WAIT_S
         with pytest.raises(SandboxLost):
             while time.monotonic() < deadline:
                 await sandbox.exec("true")
-        assert why in ((await sandbox.info()).end_cause or "")
+        cause = (await sandbox.info()).end_cause or ""
+        assert why in cause
+        assert "1 out-of-memory kills" in cause
+        assert OUT_OF_MEMORY not in cause
 
 
 async def test_the_next_node_finds_its_guests(make_node: Callable[[], NodeProcess]) -> None:

@@ -11,6 +11,7 @@ import barchan
 from barchan.cli.main import main
 from barchan.image.store import ImageStore
 from barchan.image.template import TemplateConfig
+from barchan.model.tiers import TierChange
 from tests.nodes import NodeProcess
 
 pytestmark = [pytest.mark.requires("root", "cgroup", "criu"), pytest.mark.timeout(180)]
@@ -69,8 +70,12 @@ async def ask(process: barchan.AsyncProcess, line: str, at: int) -> tuple[str, i
 
 
 async def test_a_python_and_a_shell_come_back_as_they_were(client: barchan.AsyncClient) -> None:
-    """Memory, files, a shell's variables, offsets of output; again and again."""
+    """Memory, files, a shell's variables, offsets of output, what was counted; again and again."""
     sandbox = await client.create("debian", memory_mib=256)
+    eats = "x = [b'x' * (1 << 20) for _ in range(512)]"
+    assert (await sandbox.exec(["python3", "-c", eats])).oom_killed
+    used = await sandbox.stats()
+    assert used.oom_kills >= 1 and used.memory_peak_bytes > 200 << 20
     python = await sandbox.start(["python3", "-u", "-c", PYTHON])
     shell = await sandbox.shell()
     assert (await shell.run("x=1; cd /tmp; echo $x")).text == "1\n"
@@ -90,6 +95,10 @@ async def test_a_python_and_a_shell_come_back_as_they_were(client: barchan.Async
         listed = {info.path for info in await sandbox.files.list("/tmp")}
         assert {f"/tmp/file-{number}" for number in range(turn + 1)} <= listed
         assert (await sandbox.info()).phase == "ready"
+        stats = await sandbox.stats()
+        assert stats.oom_kills == used.oom_kills
+        assert stats.memory_peak_bytes >= used.memory_peak_bytes
+        assert stats.cpu_s >= used.cpu_s
     assert await sandbox.kill()
 
 
@@ -144,22 +153,21 @@ async def test_a_storm_to_disk_and_back(client: barchan.AsyncClient) -> None:
     """A few at a time, each told of; one that a client waits for need not wait for the others' way back."""
     made = [item async for item in client.create_many("debian", n=12, memory_mib=64, labels={"storm": "disk"})]
     sandboxes = [item for item in made if isinstance(item, barchan.AsyncSandbox)]
-    changes = [change async for change in client.hibernate_many(labels={"storm": "disk"})]
+    changes = await client.hibernate_many(labels={"storm": "disk"})
     assert {(change.tier, change.refused) for change in changes} == {("hibernated", "")}
     assert len(changes) == len(sandboxes) == 12
     woken: list[str] = []
 
-    async def resume() -> None:
-        async for change in client.resume_many(labels={"storm": "disk"}):
-            woken.append(change.sandbox_id)
+    def told(change: TierChange) -> None:
+        woken.append(change.sandbox_id)
 
-    resuming = asyncio.create_task(resume())
+    resuming = asyncio.create_task(client.resume_many(labels={"storm": "disk"}, progress=told))
     while not woken:
         await asyncio.sleep(0.005)
     waiting = [sandbox for sandbox in sandboxes if sandbox.id not in woken]
     assert (await waiting[-1].exec("echo on")).text == "on\n"
     before = len(woken)
-    await resuming
+    assert [change.sandbox_id for change in await resuming] == woken
     assert len(woken) == 12
     assert before < 12
     assert await client.kill(labels={"storm": "disk"}) == 12
@@ -266,6 +274,31 @@ async def test_a_node_that_has_only_such_may_end(make_node: Callable[[], NodePro
         await sandbox.process(process.id).write_stdin("on\n", eof=True)
         assert [data async for _, _, data in sandbox.process(process.id).output()] == [b"on\n"]
         assert await sandbox.kill()
+
+
+def test_stopping_a_node_keeps_what_is_on_disk(
+    make_node: Callable[[], NodeProcess], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`barchan node stop` ends the rest, says so, and returns when the directory is nobody's; again is harmless."""
+    node = make_node()
+    node.start()
+    with barchan.connect(f"unix://{node.socket}") as client:
+        asleep, _, paused = (client.create("debian", memory_mib=64, detach=True, ttl_s=600) for _ in range(3))
+        asleep.hibernate()
+        paused.pause()
+        assert main(["node", "stop", "--state-dir", str(node.state_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "ended with it: 2; on its disk stay: 1 hibernated, 0 snapshots" in out
+    assert node.process is not None
+    assert node.process.wait(10) == 0
+    node.process = None
+    assert main(["node", "stop", "--state-dir", str(node.state_dir)]) == 0
+    assert "no node runs in" in capsys.readouterr().out
+    node.start()
+    with barchan.connect(f"unix://{node.socket}") as client:
+        assert [info.sandbox_id for info in client.list()] == [asleep.id]
+        assert client.attach(asleep.id).exec("echo on").text == "on\n"
+        assert client.attach(asleep.id).kill()
 
 
 async def test_its_way_out_comes_back_with_it(client: barchan.AsyncClient, http_server: str) -> None:

@@ -65,6 +65,7 @@ async def test_another_node_takes_it_and_goes_on(clients: Clients) -> None:
     await sandbox.files.write("/tmp/kept", b"kept")
     process = await sandbox.start(["python3", "-u", "-c", COUNTER])
     assert (await next_count(process, 0))[0] == "42"
+    assert (await sandbox.exec("echo once >> /tmp/asked", process_id="asked")).ok
     with pytest.raises(barchan.Conflict, match="not hibernated"):
         await sandbox.push()
     await sandbox.hibernate()
@@ -83,6 +84,8 @@ async def test_another_node_takes_it_and_goes_on(clients: Clients) -> None:
     assert (node.sandboxes_running, node.sandboxes_paused, node.sandboxes_hibernated) == (1, 1, 0)
     await taken.resume()
     assert await taken.files.read("/tmp/kept") == b"kept"
+    assert (await taken.exec("echo once >> /tmp/asked", process_id="asked")).ok, "the same command, by the same shell"
+    assert await taken.files.read("/tmp/asked") == b"once\n"
     assert [info.sandbox_id for info in await other.list(labels={"kept": "yes"})] == [sandbox.id]
     with pytest.raises(barchan.SandboxExpired, match="is with node"):
         await sandbox.exec("true")

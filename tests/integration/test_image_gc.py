@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from barchan.image.compose import config_of
 from barchan.image.remote import fetch, push
 from barchan.image.store import ImageStore
 from barchan.image.template import Layer, Template
+from barchan.model.snapshot import MemoryRecord
 from barchan.rollout.artifact import take
 from barchan.rollout.task import DiffArtifact, ScriptGrader, Task
 from barchan.rollout.tools import Workspace
@@ -275,3 +276,47 @@ async def test_what_is_read_on_demand_stays_readable_until_its_last_sandbox_ends
                 break
             await asyncio.sleep(0.1)
     assert [path.name for path in cache.iterdir() if path.name.startswith(layer.digest)] == []
+
+
+def left_of_machines(state_dir: Path, layers: tuple[str, ...]) -> list[Path]:
+    """What a node that was killed, and whose image may be gone, has left of microVMs."""
+    folder, key = state_dir / "microvm", "0" * 32
+    note, template = folder / "live" / "sb_1_2.json", folder / "templates" / key
+    record = MemoryRecord(
+        backend="microvm",
+        kernel="",
+        machine="",
+        cpu_features=(),
+        hostname="",
+        network="none",
+        layers=layers,
+        processes=0,
+        resident_bytes=0,
+    )
+    link = folder / "layers" / f"template-{key}" / "memory"
+    for path in (note.parent, template, link):
+        path.mkdir(parents=True, exist_ok=True)
+    note.write_bytes(b"{}")
+    (template / "record.json").write_bytes(msgspec.json.encode(record))
+    (link / "ram").write_bytes(b"ram")
+    return [note, template, link.parent]
+
+
+def test_what_machines_have_left_goes_though_nobody_makes_one(make_node: Callable[[], NodeProcess]) -> None:
+    """As a node starts and as it makes room; their memory of an image that is there stays, for the next of them."""
+    node = make_node()
+    (layer, *_) = ImageStore(node.state_dir / "images").resolve("debian").layers
+    note, *kept = left_of_machines(node.state_dir, (layer.digest,))
+    node.start()
+    with barchan.connect(f"unix://{node.socket}") as client:
+        deadline = time.monotonic() + 20
+        while note.exists():
+            assert time.monotonic() < deadline
+        client.collect_images()
+        assert all(path.exists() for path in kept)
+        gone = left_of_machines(node.state_dir, ("f" * 64,))
+        client.collect_images(dry_run=True)
+        assert all(path.exists() for path in gone)
+        client.collect_images()
+        assert not any(path.exists() for path in gone)
+    assert node.end() == []

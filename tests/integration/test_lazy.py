@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from barchan.image.stored import data_key, read_lazy
 from barchan.image.template import Layer, TemplateConfig
 from barchan.model.sandbox import SandboxSpec
 from barchan.rollout.verdict import verdict_of_error
-from tests.leaks import processes
+from tests.leaks import parent_of, processes
 from tests.nodes import NodeProcess
 from tests.stores import copy_base
 from tests.stores_http import served
@@ -88,8 +88,8 @@ class Place:
         """Readers of this node; each has a child that mounts, which is not told."""
         own = str(self.node.state_dir / "cache")
         found = {pid for pid, argv in processes() if "barchan.image.lazy" in argv and own in argv}
-        parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
-        return [pid for pid, parent in parents.items() if parent not in found]
+        parents = {pid: parent_of(pid) for pid in found}
+        return [pid for pid, parent in parents.items() if parent and parent not in found]
 
     def cached_bytes(self) -> int:
         return sum(path.stat().st_blocks * 512 for path in (self.node.state_dir / "cache").glob("*.data"))
@@ -152,7 +152,8 @@ async def test_a_killed_reader_is_replaced_and_its_reads_are_answered(make_place
         for _ in range(4):
             await asyncio.sleep(0.1)
             for pid in place.readers():
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it left by itself between the look and the kill
+                    os.kill(pid, signal.SIGKILL)
         assert await asyncio.gather(*reading) == [place.sums, place.sums]
         while len(place.readers()) != 1:
             await asyncio.sleep(0.05)

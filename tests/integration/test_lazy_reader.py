@@ -25,7 +25,7 @@ from barchan.image.template import Layer, TemplateConfig
 from barchan.wire.supervisor import Message
 from tests.fuse import open_fuse
 from tests.hostile_layers import pack_hostile
-from tests.leaks import processes
+from tests.leaks import parent_of, processes
 
 pytestmark = [pytest.mark.requires("root", "fuse"), pytest.mark.timeout(60)]
 
@@ -97,10 +97,6 @@ class Served:
                 os.close(fd)
         while self.pids():
             await asyncio.sleep(0.02)
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def sha256(name: str) -> str:
@@ -266,7 +262,7 @@ async def test_a_layer_whose_description_is_spoilt_hurts_no_other(served: Served
 async def test_without_the_child_that_mounts_another_reader_comes(served: Served) -> None:
     """A reader that can't mount is of no use for new sandboxes, and ends."""
     pids = served.pids()
-    (child,) = [pid for pid in pids if parent(pid) in pids]
+    (child,) = [pid for pid in pids if parent_of(pid) in pids]
     os.kill(child, signal.SIGKILL)
     while set(pids) & set(served.pids()):
         await asyncio.sleep(0.01)

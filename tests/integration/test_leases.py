@@ -137,7 +137,7 @@ async def test_a_sandbox_goes_over_to_who_asks_again_for_it(node: NodeProcess, c
     its creator is there, it stays with it.
     """
     gone = Transport(client.endpoint)
-    labels = {"run": "again"}
+    labels = {"kind": "again"}
     old = Lease(gone, LeaseRequest(labels=labels, grace_s=3.0))
     options: dict[str, Any] = {"memory_mib": 64, "create_id": "mine again"}
     sandbox = await client.create("debian", lease_id=await old.ensure(), **options)
@@ -157,3 +157,38 @@ async def test_a_sandbox_goes_over_to_who_asks_again_for_it(node: NodeProcess, c
                 await asyncio.sleep(0.05)
         assert (await sandbox.exec("echo alive")).stdout == b"alive\n"
     await gone.close()
+
+
+async def test_a_sandbox_of_a_run_goes_over_within_the_run(client: AsyncClient) -> None:
+    """To whoever of the same run asks for it, though the one who made it lives; to nobody else."""
+    options: dict[str, Any] = {"memory_mib": 64, "create_id": "of a run"}
+    mine, other = {"run": "one"}, {"run": "other"}
+    async with held(client, LeaseRequest(labels=mine)) as first_id:
+        sandbox = await client.create("debian", lease_id=first_id, **options)
+        async with held(client, LeaseRequest(labels=mine)) as second_id:
+            again = await client.create("debian", lease_id=second_id, **options)
+            assert again.id == sandbox.id
+            assert (await sandbox.info()).spec.lease_id == second_id
+            await again.files.write("kept", b"new")
+            for late in (
+                sandbox.files.write("kept", b"old"),
+                sandbox.files.as_user("root").mkdir("made"),
+                sandbox.files.remove("kept"),
+                sandbox.files.write_tar(".", b""),
+            ):
+                with pytest.raises(Conflict, match="another lease"):
+                    await late
+            assert await sandbox.files.read("kept") == b"new"
+            first, second = again.files.fenced(1), again.files.fenced(2)
+            await first.write("kept", b"1")
+            await second.write("kept", b"2")
+            for late in (first.write("kept", b"1"), first.as_user("root").mkdir("made"), first.write_tar(".", b"")):
+                with pytest.raises(Conflict, match="epoch 2"):
+                    await late
+            assert await first.read("kept") == b"2"
+            await again.files.write("kept", b"new")  # by whoever says nothing of epochs
+            async with held(client, LeaseRequest(labels=other)) as third_id:
+                guest = await client.create("debian", lease_id=third_id, **options)
+                assert guest.id == sandbox.id
+                await guest.files.write("kept", b"by a guest")
+                assert (await sandbox.info()).spec.lease_id == second_id

@@ -1,5 +1,6 @@
 """The disks of microVMs on the host: layers as links, merged where they are too many, and what nobody needs is told."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -7,12 +8,16 @@ import pytest
 
 from barchan.backends.microvm import disks
 from barchan.backends.qemu.links import Links
-from barchan.errors import RequirementMissing
+from barchan.errors import BlobCorrupt, BlobUnavailable, NotFound
+from barchan.image.blobs import BlobStore
 from barchan.image.erofs import Erofs
 from barchan.image.pack import pack_tree
+from barchan.image.remote import fetch, push
 from barchan.image.stack import Stack
 from barchan.image.store import ImageStore, NewLayer
+from barchan.image.stored import file_sha256
 from barchan.image.template import Layer, Template, TemplateConfig
+from barchan.image.unpack import unpack
 
 pytestmark = pytest.mark.requires("root")
 
@@ -83,10 +88,49 @@ def test_what_no_machine_needs_any_more_is_told(store: ImageStore, links: Links,
     assert links.names() == ["kernel-new", "kernel-old"]
 
 
-def test_a_layer_that_is_no_file_is_refused(store: ImageStore, links: Links) -> None:
-    """A guest reads disks; the error says what to do."""
-    with pytest.raises(RequirementMissing, match="kept as lazy"):
-        disks.image_layer(links, store, [Layer("0" * 64, "lazy")])
+def kept_as_directories(store: ImageStore, template: Template) -> tuple[Layer, ...]:
+    """The same layers, as a host keeps them that can't mount EROFS files."""
+    for layer in template.layers:
+        unpack(store.layer_path(layer), store.layer_path(Layer(layer.digest, "dir")))
+        store.layer_path(layer).unlink()
+    return tuple(Layer(layer.digest, "dir") for layer in template.layers)
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_layers_that_are_directories_become_disks(store: ImageStore, links: Links, tmp_path: Path, count: int) -> None:
+    """They show the same; a single one is, byte for byte, what it was before it was unpacked."""
+    layers = kept_as_directories(store, image(store, tmp_path, count))
+    layer, made = disks.image_layer(links, store, layers)
+    assert shown(layer.path, made)["srv/same"] == b"%d" % (count - 1)
+    if count == 1:
+        assert file_sha256(layer.path / "layers/0.erofs") == layers[0].digest
+    assert os.listdir(store.root / "tmp") == []
+
+
+def test_a_directory_that_was_changed_is_told(store: ImageStore, links: Links, tmp_path: Path) -> None:
+    """It is not what its image says, and no guest is given it."""
+    (layer,) = kept_as_directories(store, image(store, tmp_path, 1))
+    (store.layer_path(layer) / "srv/same").write_text("other")
+    with pytest.raises(BlobCorrupt, match="packed again"):
+        disks.image_layer(links, store, [layer])
+    assert links.names() == []
+
+
+async def test_a_layer_without_its_data_is_fetched(store: ImageStore, links: Links, tmp_path: Path) -> None:
+    """All of it, at the first use; where the blob store is gone by then, that is said."""
+    template, other = image(store, tmp_path, 1), ImageStore(tmp_path / "other")
+    blobs = BlobStore.open(f"file://{tmp_path}/blobs")
+    await push(store, "many", blobs, lambda what, done, total: None)
+    (lazy,) = (await fetch(other, "many", blobs)).layers
+    assert lazy == Layer(template.layers[0].digest, "lazy")
+    layer, _ = await asyncio.to_thread(disks.image_layer, links, other, [lazy])
+    assert file_sha256(layer.path / "layers/0.erofs") == lazy.digest
+    links.remove(layer.path.name)
+    (tmp_path / "blobs").rename(tmp_path / "gone")
+    with pytest.raises(BlobUnavailable, match="can't be fetched"):
+        await asyncio.to_thread(disks.image_layer, links, other, [lazy])
+    with pytest.raises(NotFound):
+        await asyncio.to_thread(disks.image_layer, links, other, [Layer("0" * 64, "lazy")])
 
 
 @pytest.mark.requires("mkfs.ext4")

@@ -19,7 +19,7 @@ from barchan.snapshot.pager.served import Served
 from barchan.snapshot.pager.source import Chunks, Source
 from barchan.snapshot.shelf import FOLDER, Shelf
 from tests.lazy_memory import Ground, ask
-from tests.leaks import processes
+from tests.leaks import parent_of, processes
 
 pytestmark = [pytest.mark.requires("root", "cgroup", "criu"), pytest.mark.timeout(120)]
 
@@ -114,8 +114,7 @@ class Node:
         """Of the pager and its keeper, in this order."""
         directory = str(self.state_dir / "pager")
         found = [pid for pid, argv in processes() if directory in argv and "barchan.snapshot.pager" in argv]
-        parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
-        return sorted(found, key=lambda pid: parents[pid] in found)
+        return sorted(found, key=lambda pid: parent_of(pid) in found)
 
     async def restore_and_stop_pager(self) -> PagerLink:
         """Restore, and stop the pager with SIGSTOP before all memory is there; it may take some tries."""

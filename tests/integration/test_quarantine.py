@@ -41,3 +41,20 @@ async def test_a_run_begins_no_further_attempts_at_it(client: AsyncClient) -> No
             "later": ("void", "task_quarantined"),
             "other": ("scored", "completed"),
         }
+
+
+async def test_a_trainer_is_told_when_voids_pile_up(client: AsyncClient) -> None:
+    """The node has nothing that its tasks start from: the run begins no further group, and says what they share. Who
+    has switched that off is not told.
+    """
+    tasks = [replace(TASK, task_id=f"t{number}") for number in range(3)]
+    for breaker, is_stopped in ((0.5, True), (0.0, False)):
+        async with client.run("stopped", memory_mib=128, template="no-such-image", breaker=breaker) as run:
+            for number, task in enumerate(tasks):
+                async for rollout in await run.group(task, 4, key=f"{number}"):
+                    assert rollout.verdict is not None and rollout.verdict.cause == "image"
+            if is_stopped:
+                with pytest.raises(barchan.RunStopped, match=r"with image no-such-image in common"):
+                    await run.group(TASK, 1, key="last")
+            else:
+                await run.group(TASK, 1, key="last")

@@ -1,17 +1,13 @@
 """Artifacts of every kind out of real sandboxes, also out of those that are set against it."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 import barchan
 from barchan.errors import NotFound, SandboxExpired, TaskError
-from barchan.image.store import ImageStore
 from barchan.model.verdict import Evidence
 from barchan.rollout import patching
 from barchan.rollout.artifact import TOO_LARGE, take
@@ -60,17 +56,6 @@ async def client(node: NodeProcess) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-@pytest.fixture(scope="session")
-def with_git(images: Path) -> str:
-    """An image with git (built if it is not there)."""
-    try:
-        ImageStore(images).resolve("debian-git")
-    except NotFound:
-        words = ("image", "build", "debian", "--name", "debian-git", "--include", "git")
-        subprocess.run([sys.executable, "-m", "barchan.cli", *words], check=True)
-    return "debian-git"
-
-
 @asynccontextmanager
 async def repository(client: AsyncClient, image: str) -> AsyncIterator[tuple[AsyncSandbox, PatchArtifact]]:
     async with await client.create(image, memory_mib=512) as sandbox:
@@ -90,7 +75,7 @@ async def applied(client: AsyncClient, image: str, patch: bytes) -> str:
         return (await sandbox.exec(STATE, cwd="/home/agent")).check().text
 
 
-async def test_a_patch_is_all_that_differs(client: AsyncClient, with_git: str) -> None:
+async def test_a_patch_is_all_that_differs(client: AsyncClient, with_pytest: str) -> None:
     """Changed, new, removed, binary, links and modes; what the repository ignores stays. Commits and the index of the
     agent's make no difference, and the repository is left as it was.
     """
@@ -101,7 +86,7 @@ async def test_a_patch_is_all_that_differs(client: AsyncClient, with_git: str) -
         "git rm -rq --cached .",
     )
     for command in commands:
-        async with repository(client, with_git) as (sandbox, spec):
+        async with repository(client, with_pytest) as (sandbox, spec):
             (await sandbox.exec(WORK, cwd="/home/agent")).check()
             (await sandbox.exec(command, cwd=REPO)).check()
             patch = await taken(sandbox, spec)
@@ -110,7 +95,7 @@ async def test_a_patch_is_all_that_differs(client: AsyncClient, with_git: str) -
             expected = (await sandbox.exec(STATE, cwd="/home/agent")).check().text
         assert b"noise" not in patch.data
         assert b"secret" not in patch.data
-        assert await applied(client, with_git, patch.data) == expected
+        assert await applied(client, with_pytest, patch.data) == expected
 
 
 TRAPS = """
@@ -134,9 +119,9 @@ ln -sf .git/config /home/agent/.gitconfig; printf '#!/bin/sh\\nexec %s' "$T" >/h
 """
 
 
-async def test_a_repository_that_is_set_against_it_runs_nothing(client: AsyncClient, with_git: str) -> None:
+async def test_a_repository_that_is_set_against_it_runs_nothing(client: AsyncClient, with_pytest: str) -> None:
     """Hooks, monitors, filters, diff drivers, aliases and configuration of the agent's are not so much as read."""
-    async with repository(client, with_git) as (sandbox, spec):
+    async with repository(client, with_pytest) as (sandbox, spec):
         (await sandbox.exec(WORK, cwd="/home/agent")).check()
         (await sandbox.exec(TRAPS, cwd=REPO)).check()
         patch = await taken(sandbox, spec)
@@ -162,20 +147,20 @@ async def test_a_repository_that_is_set_against_it_runs_nothing(client: AsyncCli
     ],
 )
 async def test_a_repository_that_gives_no_patch_is_the_policys_doing(
-    client: AsyncClient, with_git: str, deed: str, monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, with_pytest: str, deed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken, gone, endless or too much: there is evidence in place of a patch, and nobody waits for ever."""
     monkeypatch.setattr(patching, "DIFF_TIMEOUT_S", 20.0)
-    async with repository(client, with_git) as (sandbox, spec):
+    async with repository(client, with_pytest) as (sandbox, spec):
         (await sandbox.exec(deed, cwd=REPO)).check()
         found = await taken(sandbox, spec)
         assert isinstance(found, Evidence)
         assert (found.fact == TOO_LARGE) == ("urandom" in deed)
 
 
-async def test_what_git_can_not_add_is_left_out(client: AsyncClient, with_git: str) -> None:
+async def test_what_git_can_not_add_is_left_out(client: AsyncClient, with_pytest: str) -> None:
     """A nested repository without a commit, or a file nobody may read, does not cost the rest."""
-    async with repository(client, with_git) as (sandbox, spec):
+    async with repository(client, with_pytest) as (sandbox, spec):
         deed = f"{WORK}\nmkdir sub && git init -q sub && printf x >shut && chmod 0 shut"
         (await sandbox.exec(deed, cwd="/home/agent")).check()
         patch = await taken(sandbox, spec)
@@ -185,9 +170,9 @@ async def test_what_git_can_not_add_is_left_out(client: AsyncClient, with_git: s
         assert [item.source for item in patch.notes] == ["artifact: git"]
 
 
-async def test_no_change_is_no_patch(client: AsyncClient, with_git: str) -> None:
+async def test_no_change_is_no_patch(client: AsyncClient, with_pytest: str) -> None:
     """An untouched repository hands in nothing."""
-    async with repository(client, with_git) as (sandbox, spec):
+    async with repository(client, with_pytest) as (sandbox, spec):
         found = await taken(sandbox, spec)
         assert isinstance(found, Evidence)
         assert found.fact == "empty, of bytes"

@@ -15,11 +15,11 @@ import pytest
 from msgspec.structs import replace
 
 import barchan
-from barchan.errors import Conflict, InvalidSpec, LocalProtocolError, NotFound, TaskError
+from barchan.errors import Conflict, InvalidSpec, LocalProtocolError, NotFound, RunStopped, TaskError
 from barchan.model.node import Budget, LeaseInfo
 from barchan.rollout.calls import call_to
 from barchan.rollout.limits import Limits
-from barchan.rollout.live import AsyncRollout, is_abandoned
+from barchan.rollout.live import AsyncRollout
 from barchan.rollout.store import read_rollouts, read_tasks
 from barchan.rollout.task import Environment
 from barchan.sdk.aio.client import AsyncClient
@@ -27,7 +27,6 @@ from barchan.sdk.build import build
 from barchan.sdk.recipe import Put, Recipe, Run
 from barchan.trajectory.format import log_files
 from barchan.trajectory.reader import verify
-from barchan.trajectory.writer import TrajectoryWriter
 from tests.integration.rollout_hacks import REFERENCE, TASK
 from tests.integration.trainers import Trainer, receiver
 from tests.nodes import NodeProcess
@@ -157,11 +156,12 @@ async def test_asking_again_gives_the_same_group(client: AsyncClient, tmp_path: 
         later = await members(await run.group(TASK, 3, key="k"))
         assert (later[0].rollout_id, later[0].attempt, later[0].verdict) == (first[0].rollout_id, 0, verdict)
         assert (await later[0].observe()).over == "completed"
-        assert [(rollout.attempt, rollout.verdict) for rollout in later[1:]] == [(1, None), (1, None)]
+        assert [(rollout.attempt, rollout.verdict) for rollout in later[1:]] == [(0, None), (0, None)]
         assert (await solve(later[1])).reward == 1.0
     rows = {row.rollout_id: row for row in read_rollouts(tmp_path)}
-    assert [is_abandoned(rows[rollout.rollout_id].verdict) for rollout in first] == [False, True, True]
-    assert rows[later[1].rollout_id].attempt == 1
+    assert rows.keys() == {rollout.rollout_id for rollout in first[:2]}
+    evidence = rows[later[1].rollout_id].verdict.evidence
+    assert [fact.value for fact in evidence if "restored" in fact.fact] == [0]
 
 
 async def test_without_a_folder_the_node_alone_knows_the_group(client: AsyncClient) -> None:
@@ -224,8 +224,8 @@ async def test_two_processes_that_ask_at_once_make_no_sandbox_twice(
 async def test_a_killed_trainers_rollouts_end_by_its_lease(
     node: NodeProcess, client: AsyncClient, trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
-    """Its sandboxes end after the grace time and nobody else's do; then each of its members starts anew as the next
-    attempt, and the one before is recorded as abandoned.
+    """Its sandboxes end after the grace time and nobody else's do; then each of its members goes on in another sandbox,
+    in which what it had done was carried out again: the conversation, the files and the shell are as they were.
     """
     async with client.run("killed", out=tmp_path, **SMALL) as run:
         mine = await members(await run.group(TASK, 2, key="mine"))
@@ -236,13 +236,14 @@ async def test_a_killed_trainers_rollouts_end_by_its_lease(
         await until(lambda: theirs.isdisjoint(node.sandboxes()))
         assert {rollout.sandbox_id for rollout in mine} <= set(node.sandboxes())
         anew = await members(await run.group(TASK, 2, key="theirs"))
-        assert [rollout.attempt for rollout in anew] == [1, 1]
+        assert [rollout.rollout_id for rollout in anew] == other.told["ids"]
         assert theirs.isdisjoint({rollout.sandbox_id for rollout in anew})
-        assert (await anew[0].observe()).turn == 0
+        observation = await anew[0].act([call_to("bash", command="pwd; cat mark; echo $x")])
+        assert (observation.turn, observation.results[0].content.split()) == (2, ["/tmp", "mine", "kept"])
         assert [(await solve(rollout)).reward for rollout in (*mine, *anew)] == [1.0] * 4
     rows = {row.rollout_id: row.verdict for row in read_rollouts(tmp_path)}
-    left = [rows[rollout_id] for rollout_id in other.told["ids"]]
-    assert [(is_abandoned(one), one.status, one.fault) for one in left] == [(True, "void", "caller")] * 2
+    facts = [fact for rollout_id in other.told["ids"] for fact in rows[rollout_id].evidence if "restored" in fact.fact]
+    assert [fact.value for fact in facts] == [1, 1]
 
 
 async def test_a_trainer_that_comes_back_in_time_loses_nothing(
@@ -319,42 +320,6 @@ async def test_a_rollout_is_found_by_its_id(client: AsyncClient, tmp_path: Path)
             assert (await solve(found)).reward == 1.0
 
 
-async def test_a_turn_that_nobody_saw_the_end_of_is_not_guessed_at(
-    client: AsyncClient, trainer: Callable[..., Trainer], tmp_path: Path
-) -> None:
-    """A trainer that is killed in the middle of a call leaves a rollout that nobody can go on with: its place has the
-    next attempt at once, and its sandbox is ended.
-    """
-    other = await trainer(tmp_path, "cut", "k", 1).ready()
-    (log,) = log_files(tmp_path)
-    other.kill()
-    with TrajectoryWriter.reopen(log) as writer:  # as of a call that has begun: nothing came of its intent yet
-        writer.intent("tool_call", {"name": "bash"})
-    async with client.run("cut", out=tmp_path, **SMALL) as run:
-        (rollout,) = await members(await run.group(TASK, 1, key="k"))
-        assert (rollout.attempt, rollout.sandbox_id == other.told["sandboxes"][0]) == (1, False)
-        assert [info.sandbox_id for info in await client.list(labels={"run": "cut"})] == [rollout.sandbox_id]
-
-
-async def test_a_rollout_whose_call_was_cut_short_is_not_sent_on(client: AsyncClient, tmp_path: Path) -> None:
-    """Its driver gave the call up, and nobody knows what came of it: all that can be done is to end it."""
-    async with client.run("given up", out=tmp_path, **SMALL) as run:
-        (rollout,) = await members(await run.group(TASK, 1, key="k"))
-        acting = asyncio.create_task(rollout.act([call_to("bash", command="sleep 60")]))
-        await until(lambda: len(verify(log_files(tmp_path)[0]).open_intents))
-        with pytest.raises(Conflict, match="between two"):
-            pickle.dumps(rollout)
-        acting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await acting
-        with pytest.raises(Conflict, match="middle of a call"):
-            await pickle.loads(pickle.dumps(rollout)).observe()
-        assert (await rollout.cancel()).cause == "cancelled_user"
-    async with run:
-        (known,) = await members(await run.group(TASK, 1, key="k"))
-        assert (known.rollout_id, known.verdict) == (rollout.rollout_id, rollout.verdict)
-
-
 async def test_a_run_leaves_nothing_open_in_its_process(client: AsyncClient, tmp_path: Path) -> None:
     """However its rollouts ended: finished, cancelled, taken over, left."""
     before = set(os.listdir("/proc/self/fd"))
@@ -391,15 +356,15 @@ async def test_each_member_fails_alone(client: AsyncClient, tmp_path: Path) -> N
 
 
 async def test_a_budget_of_seconds_ends_the_runs_rollouts(client: AsyncClient) -> None:
-    """They are void by the platform's account of it, never a zero; and no others start."""
+    """They are void by the platform's account of it, never a zero; and no others begin."""
     async with client.run("seconds", budget=Budget(sandbox_s_max=2.0), **SMALL) as run:
         (rollout,) = await members(await run.group(TASK, 1, key="k"))
         observation = await rollout.observe()
         while observation.over is None:
             observation = await rollout.act([call_to("bash", command="sleep 0.2")])
-        assert (await rollout.finish()).cause == "sandbox_expired"
-        (later,) = await members(await run.group(TASK, 1, key="k2"))
-        assert later.verdict is not None and later.verdict.status == "void"
+        assert (await rollout.finish()).cause == "budget_spent"
+        with pytest.raises(RunStopped, match="budget was used up"):
+            await run.group(TASK, 1, key="k2")
 
 
 async def test_the_node_tells_what_a_run_is(node: NodeProcess, client: AsyncClient) -> None:

@@ -212,8 +212,7 @@ def test_chosen_tasks_only(node: NodeProcess, tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_goes_on(node: NodeProcess, tmp_path: Path) -> None:
     """After SIGKILL in the middle and `--resume`, every place of every group has exactly one score: what was scored is
-    kept, what was not runs again as the next attempt, beside the log that the first one left. Its lease has the
-    priority that was asked for.
+    kept, what was under way goes on by its log, as the same attempt. Its lease has the priority that was asked for.
     """
     folder = tmp_path / "r"
     words = ("rollout", "humaneval", "--limit", "12", "--group", "4")
@@ -232,6 +231,8 @@ def test_a_run_that_was_killed_goes_on(node: NodeProcess, tmp_path: Path) -> Non
         file.write(b'{"run_id": "cut sh')
     kept = read_rollouts(folder)
     logs = {path.name for path in (folder / "trajectories").iterdir()}
+    # One killed between the head of its log and the first entry begins anew, as what had no log.
+    begun = {path.name for path in (folder / "trajectories").iterdir() if path.read_bytes().count(b"\n") > 1}
     assert 8 <= len(kept) < 48
 
     other = done(node, *words[:-1], "5", "--resume", str(folder))
@@ -247,10 +248,11 @@ def test_a_run_that_was_killed_goes_on(node: NodeProcess, tmp_path: Path) -> Non
     assert len(scores) == 48
     assert {len(rows) for rows in scores.values()} == {1}
     assert {row.run_id for row in records} == {kept[0].run_id}
-    unfinished = logs - {f"{row.rollout_id}.trajectory.jsonl" for row in kept}
-    assert len({row.rollout_id for row in records if row.attempt == 1}) == len(unfinished)
+    unfinished = begun - {f"{row.rollout_id}.trajectory.jsonl" for row in kept}
+    assert {row.attempt for row in records} == {0}
     assert logs <= {path.name for path in (folder / "trajectories").iterdir()}
     for row in records:
         assert verify(folder / "trajectories" / f"{row.rollout_id}.trajectory.jsonl", head_hash=row.head_hash).ok
     summary = json.loads(run.stdout.splitlines()[-1])
     assert (summary["scored"], summary["rollouts"], summary["not_started"]) == (48, 48, 0)
+    assert summary["resumed"] == len(unfinished)

@@ -55,18 +55,34 @@ async def test_a_command_that_waits_for_its_timer_is_not_stopped(client: barchan
 
 
 async def test_a_shell_sleeps_between_its_commands_with_their_jobs_at_work(client: barchan.AsyncClient) -> None:
-    """It does once nothing runs; what a command left behind it keeps it awake, also where that reads a pipe."""
+    """It does once nothing runs; what a command left behind it keeps it awake while that has a time to come."""
     sandbox = await client.create("debian", waiting=SOON)
     async with await sandbox.shell() as shell:
         assert (await shell.run("cd /tmp; x=1")).exit_code == 0
-        async with asyncio.timeout(10):
-            while (await sandbox.info()).phase != "paused":
-                await asyncio.sleep(0.05)
-        assert (await shell.run(f"({DEADLOCK}; touch done) >/dev/null 2>&1 & echo $x")).text == "1\n"
+        await asleep(sandbox)
+        assert (await shell.run("(sleep 2; touch slept) >/dev/null 2>&1 & echo $x")).text == "1\n"
         await asyncio.sleep(1.0)
         assert (await sandbox.info()).phase == "ready"
         await asyncio.sleep(2.5)
-        assert (await sandbox.files.stat("/tmp/done")).kind == "file"
+        assert (await sandbox.files.stat("/tmp/slept")).kind == "file"
+
+
+async def test_what_only_an_alarm_would_end_goes_on_when_somebody_comes(client: barchan.AsyncClient) -> None:
+    """Nobody sees that alarm from outside: it sleeps with its sandbox, and goes off at the next request."""
+    sandbox = await client.create("debian", waiting=SOON)
+    async with await sandbox.shell() as shell:
+        await shell.run(f"cd /tmp; ({DEADLOCK}; touch done) >/dev/null 2>&1 &")
+        await asleep(sandbox)
+        await asyncio.sleep(2.5)
+        async with asyncio.timeout(10):
+            while (await shell.run("ls")).text != "done\n":
+                await asyncio.sleep(0.05)
+
+
+async def asleep(sandbox: barchan.AsyncSandbox) -> None:
+    async with asyncio.timeout(10):
+        while (await sandbox.info()).phase != "paused":
+            await asyncio.sleep(0.05)
 
 
 async def test_a_command_of_a_shell_has_its_time_whatever_the_sandbox_sleeps(client: barchan.AsyncClient) -> None:
@@ -106,6 +122,20 @@ async def test_what_waits_for_a_program_waits_in_the_sandboxs_time(
         await late.wait(0.6)
     with pytest.raises(barchan.ReadTimeout):
         await anext(late.output(quiet_timeout_s=0.5))
+
+
+async def test_a_stream_that_children_hold_open_is_told_to_be_silent(
+    client: barchan.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is asked for again meanwhile; that the main program has ended is told once."""
+    monkeypatch.setattr(process_module, "_PROBE_S", 0.2)
+    sandbox = await client.create("debian")
+    process = await sandbox.start("sleep 60 & echo left")
+    told: list[str] = []
+    with pytest.raises(barchan.ReadTimeout):
+        async for chunk in process.chunks(0, 0, follow=True, quiet_timeout_s=1.0):
+            told.append(chunk.stream)
+    assert sorted(told) == ["exit", "stdout"]
 
 
 async def test_a_clock_wakes_and_hears_of_each_sleep(client: barchan.AsyncClient) -> None:

@@ -325,7 +325,10 @@ with {connect} as client, client.create("debian") as sandbox:
 
 async def test_a_shell_at_a_place_that_is_not_there(sandbox: AsyncSandbox) -> None:
     """The error says what the sandbox said of the directory or the user."""
-    for options, said in (({"cwd": "/nope"}, "cannot enter /nope"), ({"user": "nope"}, "user nope")):
+    for options, said in (
+        ({"cwd": "/nope"}, "cannot enter /nope"),
+        ({"user": "nope"}, "user nope: not in the sandbox's /etc/passwd"),
+    ):
         with pytest.raises(InvalidSpec, match=said):
             async with await sandbox.shell(**options) as shell:  # type: ignore[arg-type]
                 await shell.run("true")

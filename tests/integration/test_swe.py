@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 import barchan
-from barchan.errors import NotFound
 from barchan.image.store import ImageStore
 from barchan.rollout.calls import Observation, call_to
 from barchan.rollout.policies import NopPolicy, OraclePolicy, Policy, Step
@@ -42,15 +40,10 @@ git fsck --full --unreachable --no-progress; echo "changes: $(git status --short
 
 
 @pytest.fixture(scope="module")
-def node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+def node(images: Path, with_pytest: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     """A node with an image store of its own, which starts with an image that has git and pytest."""
     machine, own = ImageStore(images), tmp_path_factory.mktemp("store")
-    try:
-        template = machine.resolve(IMAGE)
-    except NotFound:
-        words = ("image", "build", "debian", "--name", IMAGE, "--include", "git,python3-pytest")
-        subprocess.run([sys.executable, "-m", "barchan.cli", *words], check=True)
-        template = machine.resolve(IMAGE)
+    template = machine.resolve(with_pytest)
     for folder in ("templates", "layers"):
         (own / folder).mkdir()
     subprocess.run(["cp", "-a", images / f"templates/{IMAGE}.json", own / "templates"], check=True)

@@ -4,7 +4,6 @@ import itertools
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import barchan
-from barchan.errors import NotFound, TaskError
-from barchan.image.store import ImageStore
+from barchan.errors import TaskError
 from barchan.model.verdict import Verdict
 from barchan.rollout.graders.base import Artifact, Grading
 from barchan.rollout.graders.tests import TestsGrading as ByTests
@@ -105,14 +103,9 @@ def patch(origin: Path, files: Mapping[str, str | None]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def node(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    """A node with an image store of its own, with a base image that has git and pytest (built if it is not there)."""
-    try:
-        ImageStore(images).resolve(IMAGE)
-    except NotFound:
-        words = ("image", "build", "debian", "--name", IMAGE, "--include", "git,python3-pytest")
-        subprocess.run([sys.executable, "-m", "barchan.cli", *words], check=True)
-    store = copy_base(images, tmp_path_factory.mktemp("store") / "images", IMAGE)
+def node(images: Path, with_pytest: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """A node with an image store of its own, with a base image that has git and pytest."""
+    store = copy_base(images, tmp_path_factory.mktemp("store") / "images", with_pytest)
     node = NodeProcess(tmp_path_factory.mktemp("node"), store)
     node.start()
     yield node

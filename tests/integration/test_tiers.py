@@ -157,6 +157,32 @@ async def test_a_run_may_have_them_stopped_at_once_or_never(client: barchan.Asyn
         await shell.close()
 
 
+@pytest.mark.parametrize(
+    ("left", "stops"),
+    [
+        ("coproc { exec python3 -c 'input()'; }", True),
+        ("python3 -c 'import socket; socket.create_server((\"127.0.0.1\", 0)).accept()' &", True),
+        ("sleep 1000 &", False),
+    ],
+)
+async def test_what_a_command_has_left_may_be_stopped_beside_its_shell(
+    client: barchan.AsyncClient, left: str, stops: bool
+) -> None:
+    """If it waits for an event, without a limit of time; and the shell's next command finds it as it was."""
+    waiting = barchan.Waiting(after_s=0.2, page_out=False, hibernate=False)
+    sandbox = await client.create("debian", waiting=waiting)
+    shell = await sandbox.shell()
+    assert (await shell.run(left)).exit_code == 0
+    for _ in range(200 if stops else 30):
+        phase = (await sandbox.info()).phase
+        if phase == "paused":
+            break
+        await asyncio.sleep(0.05)
+    assert phase == ("paused" if stops else "ready")
+    assert (await shell.run("jobs -r | wc -l")).text == "1\n"
+    await shell.close()
+
+
 async def test_what_runs_for_somebody_is_not_stopped(client: barchan.AsyncClient) -> None:
     """An exec that sleeps, and a program whose end somebody waits for, both longer than the policy waits."""
     waiting = barchan.Waiting(after_s=0.2, hibernate=False, page_out=False)
@@ -172,16 +198,16 @@ async def test_a_storm_is_told_one_by_one(client: barchan.AsyncClient) -> None:
     """Sixty sandboxes paused and woken in one request each; the node answers others meanwhile."""
     made = [item async for item in client.create_many("debian", n=60, memory_mib=64, labels={"storm": "a"})]
     assert not [item for item in made if isinstance(item, BarchanError)]
-    paused = {change.sandbox_id: change async for change in client.pause_many(labels={"storm": "a"})}
+    paused = {change.sandbox_id: change for change in await client.pause_many(labels={"storm": "a"})}
     assert len(paused) == 60
     assert {("paused", "")} == {(change.tier, change.refused) for change in paused.values()}
     assert {"paused"} == {info.phase for info in await client.list(labels={"storm": "a"})}
-    woken = [change async for change in client.resume_many(sandbox_ids=list(paused)[:30])]
+    woken = await client.resume_many(sandbox_ids=list(paused)[:30])
     assert {("running", "")} == {(change.tier, change.refused) for change in woken}
     assert sum(info.phase == "paused" for info in await client.list(labels={"storm": "a"})) == 30
     await client.kill(labels={"storm": "a"})
     with pytest.raises(barchan.NotFound):
-        [change async for change in client.resume_many(sandbox_ids=["sb_none"])]
+        await client.resume_many(sandbox_ids=["sb_none"])
 
 
 async def test_a_killed_node_leaves_them_as_they_were(make_node: Callable[[], NodeProcess], tmp_path: Path) -> None:

@@ -303,9 +303,9 @@ def test_who_answers_in_the_server_s_place_moves_nobody(client: Client, node: No
 def test_a_server_that_the_guest_kills_is_made_again(client: Client, spec: SandboxSpec) -> None:
     """What it was running is said to have lost it; the next one runs."""
     with client.create(spec) as sandbox:
-        running = sandbox.start_python("import time; time.sleep(600)")
-        wait_for(lambda: sandbox.exec("pgrep -fc '<zygote>'").text == "2\n")
-        sandbox.exec("kill -9 $(pgrep -of '<zygote>')").check()
+        running = sandbox.start_python("import os, time; print(os.getppid(), flush=True); time.sleep(600)")
+        server = int(next(iter(running.output(quiet_timeout_s=30)))[2])
+        sandbox.exec(f"kill -9 {server}").check()
         assert running.wait(timeout_s=30).exit_code == 126
         assert sandbox.python("print('again')").text == "again\n"
 

@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def lab(make_node: Callable[[], NodeProcess]) -> Iterator[Lab]:
-    lab = Lab(make_node)
+def lab(make_lasting_node: Callable[[], NodeProcess]) -> Iterator[Lab]:
+    lab = Lab(make_lasting_node)
     yield lab
     lab.close()

@@ -10,6 +10,7 @@ from tests.tidy.source import ROOT, files, relative, tree
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 TEST = re.compile(r"`(tests/[\w/.-]+\.py)((?:::\w+)*)`")
+BENCH = re.compile(r"`python -m bench\.(\w+)[^`]*`")
 FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 SPEC = ROOT / "docs/spec.md"
 
@@ -76,11 +77,14 @@ def promise_rows(page: str) -> list[str]:
 
 @pytest.mark.skipif(not SPEC.exists(), reason="docs/spec.md is not written yet")
 def test_every_promise_names_what_holds_it() -> None:
-    """Each row of docs/spec.md names an existing test, a `barchan bench` workload, a make target, or says pending."""
+    """Each row of docs/spec.md names an existing test or bench, a `barchan bench` workload, a make target, or says
+    pending.
+    """
     wrong = []
     for row in promise_rows(SPEC.read_text()):
-        tests = TEST.findall(row)
-        if not tests and not re.search(r"`(barchan (bench|rollout) |make )[^`]*`|\bpending\b", row):
+        tests, benches = TEST.findall(row), BENCH.findall(row)
+        wrong += [f"no such bench: {name}" for name in benches if not (ROOT / "bench" / f"{name}.py").exists()]
+        if not tests and not benches and not re.search(r"`(barchan (bench|rollout) |make )[^`]*`|\bpending\b", row):
             wrong.append(f"names nothing that holds it: {row}")
         for name, inner in tests:
             if not (ROOT / name).exists() or not defined(ROOT / name, inner.split("::")[1:]):

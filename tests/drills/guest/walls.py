@@ -146,6 +146,16 @@ def channel() -> kit.Evidence:
     return None
 
 
+def streams() -> kit.Evidence:
+    """The init's own output, which leads to the host, where a kernel lets others open what a process has."""
+    for path in ("/proc/1/fd/1", "/proc/1/fd/2"):
+        place = os.readlink(path)
+        if place != "/dev/null":
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            return f"{path}, which is {place}, is open"
+    return None
+
+
 def memory() -> kit.Evidence:
     """Of the machine, and its ports."""
     for path in ("/dev/mem", "/dev/kmem", "/dev/port", "/proc/kcore"):
@@ -169,6 +179,7 @@ ATTEMPTS: dict[str, kit.Attempt] = {
     "kernel log": log,
     "kernel addresses": symbols,
     "init's port": channel,
+    "init's streams": streams,
     "init's socket": connects("/dev/.barchan/init.sock"),
     "machine memory": memory,
 }

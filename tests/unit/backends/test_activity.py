@@ -18,6 +18,12 @@ pytestmark = pytest.mark.requires("root")
 READER = "exec python3 -c 'import os; os.write(1, b\"on\\n\"); os.read(os.pipe()[0], 1)'"
 
 
+def python(source: str) -> str:
+    """A shell command that becomes a Python which says that it is there, and then does that."""
+    imports = "import ctypes, os, select, socket, threading"
+    return f"exec python3 -c \"{imports}; os.write(1, b'on\\n'); {source}\""
+
+
 @contextmanager
 def programs(group: Path, *commands: str) -> Iterator[Callable[[], int]]:
     """Shells with their input at a pipe, and their children, in what looks like a group; gives what looks anew who is
@@ -48,50 +54,63 @@ def programs(group: Path, *commands: str) -> Iterator[Callable[[], int]]:
             process.communicate()
 
 
-def settled(group: Path, look: Callable[[], int], count: int, *, waits: bool) -> Activity:
+def settled(group: Path, look: Callable[[], int], count: int, *, waits: bool, events: bool) -> Activity:
     """What is seen once all `count` programs are there and have come to rest; after ten seconds, whatever is seen."""
     until = time.monotonic() + 10
     while True:
         is_complete = look() == count
-        seen = activity(str(group), 1, 0.5)
-        if (is_complete and seen.waits_for_client is waits) or time.monotonic() > until:
+        seen = activity(str(group), 1, 0.5, is_closed=True)
+        if (
+            is_complete and (seen.waits_for_client, seen.waits_for_events) == (waits, events)
+        ) or time.monotonic() > until:
             return seen
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
-    ("commands", "count", "waits"),
+    ("commands", "count", "waits", "events"),
     [
-        (["echo on; read line"], 1, True),
-        (["echo on; exec cat"], 1, True),
-        (["echo on; cat; true"], 2, False),  # a shell that waits for a child, or for a timer as well
-        ([READER], 1, False),  # of a pipe of its own: nobody feeds it, so it waits for something else
-        (["echo on; exec sleep 1000"], 1, False),
-        (["echo on; read line", "echo on; exec sleep 1000"], 2, False),
-        (["echo on; sleep 1000 | cat; true"], 3, False),
+        (["echo on; read line"], 1, True, True),
+        (["echo on; exec cat"], 1, True, True),
+        (["echo on; cat; true"], 2, False, True),  # a shell that waits for a child, or for a timer as well
+        ([READER], 1, False, True),  # of a pipe of its own: nobody feeds it, so it waits for something else
+        ([python("socket.create_server(('127.0.0.1', 0)).accept()")], 1, False, True),
+        ([python("select.epoll().poll()")], 1, False, True),
+        ([python("select.epoll().poll(1000)")], 1, False, False),
+        ([python("threading.Event().wait()")], 1, False, True),
+        ([python("threading.Event().wait(1000)")], 1, False, False),
+        ([python("threading.Timer(1000, print).start()")], 1, False, False),
+        ([python("t = ctypes.CDLL(None).timerfd_create(1, 0); select.epoll().poll()")], 1, False, False),
+        (["echo on; exec sleep 1000"], 1, False, False),
+        (["echo on; read line", "echo on; exec sleep 1000"], 2, False, False),
+        (["echo on; sleep 1000 | cat; true"], 3, False, False),
     ],
 )
-def test_who_waits(tmp_path: Path, commands: list[str], count: int, waits: bool) -> None:
-    """Only if every one of them reads what its client feeds."""
+def test_who_waits(tmp_path: Path, commands: list[str], count: int, waits: bool, events: bool) -> None:
+    """For their client only if every one of them reads what it feeds; for events only if none has a limit of time."""
     group = tmp_path / "guest"
     group.mkdir()
     with programs(group, *commands) as look:
-        seen = settled(group, look, count, waits=waits)
-        assert (seen.has_programs, seen.waits_for_client, seen.cpu_s) == (True, waits, 0.5)
+        seen = settled(group, look, count, waits=waits, events=events)
+        assert (seen.has_programs, seen.waits_for_client, seen.waits_for_events) == (True, waits, events)
+        assert seen.cpu_s == 0.5
+        assert activity(str(group), 1, 0.5, is_closed=False).waits_for_events is waits  # the network may wake them
 
 
 def test_nobody_is_there(tmp_path: Path) -> None:
     """An empty group, and one that has gone."""
     (tmp_path / "cgroup.procs").touch()
-    assert not activity(str(tmp_path), 0, 0.0).has_programs
-    assert not activity(str(tmp_path / "gone"), 0, 0.0).has_programs
+    assert not activity(str(tmp_path), 0, 0.0, is_closed=True).has_programs
+    assert not activity(str(tmp_path / "gone"), 0, 0.0, is_closed=True).has_programs
 
 
 def test_a_crowd_is_at_work(tmp_path: Path) -> None:
     """Nobody looks at each of thousands."""
-    assert not activity(str(tmp_path), THREADS_MAX + 1, 0.0).waits_for_client
+    seen = activity(str(tmp_path), THREADS_MAX + 1, 0.0, is_closed=True)
+    assert (seen.waits_for_client, seen.waits_for_events) == (False, False)
 
 
 def test_without_programs_nothing_is_looked_at(tmp_path: Path) -> None:
     """The kernel's count says so: most sandboxes that wait for a model are such."""
-    assert activity(str(tmp_path / "gone"), 0, 0.5) == Activity(has_programs=False, waits_for_client=True, cpu_s=0.5)
+    seen = activity(str(tmp_path / "gone"), 0, 0.5, is_closed=True)
+    assert seen == Activity(has_programs=False, waits_for_client=True, cpu_s=0.5)

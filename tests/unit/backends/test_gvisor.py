@@ -5,15 +5,20 @@ import os
 import signal
 import struct
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from barchan.backends.base import Ended
 from barchan.backends.guest import GuestProcess
+from barchan.backends.gvisor import guest
 from barchan.backends.gvisor.guest import STUB_KILLED, GvisorConnection, end_of
+from barchan.backends.gvisor.handle import OUT_OF_MEMORY, GvisorHandle
 from barchan.backends.gvisor.slots import READY_MAX, GvisorSlots
 from barchan.backends.gvisor.spec import OVERHEAD_MIB, PIDS_MAX, oci, outer_spec, starter_words
+from barchan.backends.gvisor.starter import Starter
 from barchan.image.template import Template
 from barchan.model.sandbox import SandboxSpec
 from barchan.wire import guest as wire
@@ -72,9 +77,14 @@ class Connection(GvisorConnection):
     def __init__(self, oom_kills: Callable[[], int]) -> None:
         super().__init__(8, oom_kills)
         self._count = 0
+        self.count_in_start: Callable[[], int] | None = None
 
     async def request(self, make: Any, *, on_reply: Any = None, **_: Any) -> wire.Frame:
+        if on_reply is None:
+            return wire.Frame(kind=wire.Request.SIGNAL, tag=1, body=struct.pack("<I", 1))
         self._count += 1
+        if self.count_in_start is not None:
+            self._oom_kills = self.count_in_start
         frame = wire.Frame(kind=wire.Request.START, tag=1, body=struct.pack("<IIB", self._count, 2, 0))
         on_reply(frame)
         return frame
@@ -115,6 +125,83 @@ async def test_what_the_platform_started_ends_as_it_did() -> None:
     connection = Connection(gone)
     program = await connection.start(wire.Start(process_id="a", argv=("p",)), None)
     assert connection.ended(program, STUB_KILLED) == STUB_KILLED
+
+
+async def test_a_program_that_sigkill_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host's kernel has killed at the sandbox's limit during its life; else it may only be slow."""
+    monkeypatch.setattr(guest, "STUCK_S", 0.0)
+    kills, told = 0, []
+    connection = Connection(lambda: kills)
+    connection.on_stuck = lambda: told.append(kills)
+    program = await connection.start(wire.Start(process_id="a", argv=("p",)), None)
+    for count in (0, 1):
+        kills = count
+        await connection.signal(program, signal.SIGKILL, wire.Scope.ALL)
+        while connection._killing:
+            await asyncio.sleep(0)
+    assert told == [1]
+    connection.ended(program, signal.SIGKILL)
+    await connection.signal(program, signal.SIGKILL, wire.Scope.ALL)
+    assert told == [1]
+
+
+async def test_it_is_hurt_from_a_kill_until_a_program_is_started() -> None:
+    """Not by what was counted before this node knew it; one that began before a kill shows nothing."""
+    kills = 1
+    connection = Connection(lambda: kills)
+
+    def is_hurt() -> bool:
+        return connection.is_hurt
+
+    assert not is_hurt()
+    kills = 2
+    assert is_hurt()
+    connection.count_in_start = lambda: 3
+    await connection.start(wire.Start(process_id="a", argv=("p",)), None)
+    assert is_hurt()
+    await connection.start(wire.Start(process_id="b", argv=("p",)), None)
+    assert not is_hurt()
+
+
+FULL = f"{OUT_OF_MEMORY}: "
+
+
+@pytest.mark.parametrize(
+    ("apart", "is_hurt", "is_stopped", "end", "cause"),
+    [
+        (1, False, False, Ended(wstatus=137 << 8, oom_kills=2), FULL),
+        (0, True, False, Ended(wstatus=137 << 8, oom_kills=2), ""),
+        (0, True, False, Ended(wstatus=70 << 8, oom_kills=2), ""),
+        (0, True, False, Ended(wstatus=2 << 8, oom_kills=2), FULL),
+        (0, False, False, Ended(wstatus=2 << 8, oom_kills=2), ""),
+        (0, True, False, Ended(wstatus=0, oom_kills=2, why="gone"), FULL),
+        (0, False, False, Ended(wstatus=0, oom_kills=2, why="gone"), ""),
+        (0, True, True, Ended(wstatus=0, oom_kills=2, why="gone"), ""),
+        (0, True, False, Ended(wstatus=0, oom_kills=0, why="gone"), ""),
+        (None, True, False, Ended(wstatus=137 << 8, oom_kills=2), FULL),
+        (None, False, False, Ended(wstatus=137 << 8, oom_kills=2), ""),
+    ],
+)
+async def test_whose_doing_an_end_is(
+    monkeypatch: pytest.MonkeyPatch, apart: int | None, is_hurt: bool, is_stopped: bool, end: Ended, cause: str
+) -> None:
+    """The guest's only where the kernel has killed what runs it, or has killed in it since it last was whole."""
+    monkeypatch.setattr("barchan.backends.gvisor.handle.is_stopped", lambda outer: is_stopped)
+    kills = 0
+    connection = Connection(lambda: kills)
+    kills = int(is_hurt)
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    outer = SimpleNamespace(ended=never, counters=SimpleNamespace(kills_apart=lambda: apart))
+    handle = GvisorHandle(
+        *("sb_1", cast(Any, outer), connection, cast(Any, SimpleNamespace(ended=never)), Starter()),
+        room=cast(Any, None),
+        secret=b"",
+        engine={},
+        spec=SPEC,
+        template=TEMPLATE,
+    )
+    handle.tell_end(end)
+    assert (await handle.ended).why == (cause + end.why).removesuffix(": ")
 
 
 class Made:

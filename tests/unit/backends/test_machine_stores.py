@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from barchan.backends.qemu import stored as stores
@@ -16,6 +18,8 @@ from barchan.backends.qemu.stored import Stored
 from barchan.errors import BackendError
 from barchan.image.template import Template
 from barchan.model.sandbox import SandboxSpec
+from barchan.model.snapshot import MemoryRecord
+from barchan.snapshot.memory_file import RECORD
 
 ID = "sb_0a1b2c"
 SPEC = SandboxSpec(template="t", memory_mib=16, disk_mib=1, network="none")
@@ -100,6 +104,34 @@ async def test_the_newest_memory_and_what_is_taken_up_stay(
     assert sorted(os.listdir(tmp_path / "templates")) == ["d", "e"]
 
 
+async def test_what_no_new_machine_can_come_from_goes(tmp_path: Path, memory: Callable[[bytes], Path]) -> None:
+    """Memory of images that are gone, or that can't be read, and layers of what a killed node had half removed."""
+    kept = Kept(tmp_path)
+    kept.used = {"template-used"}
+    for key in ("there", "gone", "used", "damaged"):
+        part = kept.stored.part(key)
+        memory(key.encode()).rename(part)
+        record = MemoryRecord(
+            kernel="",
+            machine="",
+            cpu_features=(),
+            hostname="",
+            network="none",
+            layers=(key,),
+            processes=0,
+            resident_bytes=0,
+        )
+        (part / RECORD).write_bytes(msgspec.json.encode(record) if key != "damaged" else b"{")
+        kept.stored.keep(part, key)
+        await kept.stored.template(key, SHAPE)
+    assert sorted(await kept.stored.drop_unneeded(lambda record: record.layers == ("there",))) == ["damaged", "gone"]
+    assert kept.links.names() == ["template-there", "template-used"]
+    kept.used = set()
+    shutil.rmtree(kept.stored.directory("used"))
+    await kept.stored.clean(set())
+    assert kept.links.names() == ["template-there"]
+
+
 # slots
 
 
@@ -162,7 +194,8 @@ async def test_slots_that_nobody_wants_go_and_stay_gone() -> None:
     assert sandbox_id is not None
     failing = next(slot for slot in filled.made if slot.sandbox_id != sandbox_id)
     failing.error = BackendError("it can't be reached")
-    assert (await filled.slots.keep(0, "")).ready == 0
+    assert filled.slots.kinds == {kind_of(SPEC, TEMPLATE)}
+    assert ((await filled.slots.keep(0, "")).ready, filled.slots.kinds) == (0, frozenset())
     filled.slots.put_back(sandbox_id)
     filled.slots.used(kind_of(SPEC, TEMPLATE), ID)
     for _ in range(20):

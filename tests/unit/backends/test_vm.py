@@ -2,11 +2,13 @@
 
 import asyncio
 import base64
+import email
 import socket
 import struct
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from barchan.backends.vm import backend
 from barchan.backends.vm.qga import SENTINEL, GuestAgent
 from barchan.backends.vm.screen import AXIS_MAX, PNG_MAGIC, _axis, size_of
-from barchan.backends.vm.seed import FILE, seed_bytes, seed_layer
+from barchan.backends.vm.seed import FILE, seed_bytes, seed_layer, user_data
 from barchan.errors import BackendError, ConnectionLost, ReadTimeout, RemoteProtocolError
 from barchan.image import agent
 from barchan.model.screen import ScreenSize
@@ -37,9 +39,22 @@ def test_a_seed_starts_the_agent(tmp_path: Path) -> None:
 
     assert read("agent") == program
     assert read("meta-data").startswith(b"instance-id: ")
-    assert read("user-data").startswith(b"#cloud-config\nbootcmd:\n")
+    assert read("user-data").startswith(b"#cloud-boothook\n#!/bin/sh\n")
     for script in ("start", "launch"):
         assert subprocess.run(["sh", "-n"], input=read(script), check=False).returncode == 0
+
+
+def test_a_seed_has_what_the_owner_tells_beside_ours() -> None:
+    """Both are parts of one message, whole, whatever the owner's is made of; other words make another instance."""
+    own = "#cloud-config\nhostname: \u00fcber\n--====barchan====--\n"
+    message = email.message_from_string(user_data(own))
+    hook, told = message.get_payload()
+    assert isinstance(hook, Message) and isinstance(told, Message)
+    assert hook.get_content_type() == "text/cloud-boothook"
+    assert hook.get_payload(decode=True) == user_data("").encode()
+    assert told.get_content_type() == "text/plain"
+    assert told.get_payload(decode=True) == own.encode()
+    assert seed_bytes(b"", own) != seed_bytes(b"", own + "\n")
 
 
 def test_a_seed_is_one_layer_for_all(tmp_path: Path) -> None:

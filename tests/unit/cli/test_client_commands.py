@@ -1,6 +1,7 @@
 """Commands that ask a node: what they ask, what they print, what their exit code is. The node is a stand-in."""
 
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -10,7 +11,24 @@ import pytest
 from barchan.cli.cp import Remote, parse
 from barchan.cli.main import main
 from barchan.errors import CapacityError, NotFound, SandboxLost
+from barchan.model.lease import LeaseEnd
+from barchan.model.node import LeaseInfo, LeaseUse
 from barchan.model.sandbox import FileInfo, ProcessInfo, SandboxInfo, SandboxSpec
+
+
+def lease(lease_id: str, run: str = "", end: LeaseEnd | None = None, **facts: Any) -> LeaseInfo:
+    labels = {"run": run} if run else {}
+    return LeaseInfo(lease_id=lease_id, grace_s=10.0, labels=labels, end=end, **facts)
+
+
+LEASES = [
+    lease("le_orphan", end=LeaseEnd(cause="abandoned", at_unix_s=1.0, sandboxes=2)),
+    lease("le_over", end=LeaseEnd(cause="ended", at_unix_s=2.0, sandboxes=1)),
+    lease("le_idle"),
+    lease("le_run", "r", used=LeaseUse(sandboxes=1)),
+    lease("le_gone", used=LeaseUse(sandboxes=1), phase="abandoned", ends_unix_s=time.time() + 100),
+    lease("le_new", "s", phase="abandoned", ends_unix_s=time.time() + 100),
+]
 
 
 class FakeProcess:
@@ -100,6 +118,9 @@ class FakeClient:
                 processes_running=1,
             )
         ]
+
+    def leases(self, *, ended: bool) -> "list[LeaseInfo]":
+        return LEASES
 
     def kill(self, *, labels: dict[str, str]) -> int:
         self.calls.append(("kill_many", labels))
@@ -236,6 +257,21 @@ def test_ps_lists_by_label(calls: list[Any], capsys: pytest.CaptureFixture[str])
     assert row.split() == ["sb_1", "ready", "debian", "2m", "3s", "1", "job=x"]
     assert main(["ps", "--json"]) == 0
     assert [info["sandbox_id"] for info in json.loads(capsys.readouterr().out)] == ["sb_1"]
+
+
+def test_ps_runs_lists_runs_and_what_somebody_may_look_for(
+    calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No line for each client that came and went; what lives first, and of each what becomes of it."""
+    assert main(["ps", "--runs"]) == 0
+    _, *rows, last = capsys.readouterr().out.splitlines()
+    assert [row.split()[1] for row in rows] == ["le_run", "le_gone", "le_new", "le_orphan"]
+    assert "its sandboxes end in " in rows[1]
+    assert "ends, without sandboxes, in " in rows[2]
+    assert "its client was gone for longer than its grace time" in rows[3]
+    assert last == "not listed: 2 clients without a run that have no sandboxes (--json has them)"
+    assert main(["ps", "--runs", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == len(LEASES)
 
 
 def test_kill_by_id_label_or_all(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

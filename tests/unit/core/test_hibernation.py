@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from barchan.core.density import Step
-from barchan.core.hibernation import PAUSE_AFTER_S, Facts, Host, Move, Waits, decide, may_pause
+from barchan.core.hibernation import PAUSE_AFTER_S, Facts, Host, Move, Waits, decide, is_still_out, may_pause
 from barchan.model.tiers import Tier, Waiting
 
 DEPTH: dict[Tier, int] = {"running": 0, "paused": 1, "paged_out": 2, "hibernated": 3}
@@ -173,3 +173,12 @@ class TestWaits:
             waits.observe(wait_s)
         assert waits.remaining_s(waited_s) >= 0
         assert waits.count <= 2000
+
+
+@pytest.mark.parametrize(
+    ("now_mib", "left_mib", "out_mib", "expected"),
+    [(30, 0, 0, False), (10, 5, 25, True), (12, 5, 25, False), (3, 5, 25, True), (5, 5, 0, False)],
+)
+def test_a_page_out_is_not_repeated_for_little(now_mib: int, left_mib: int, out_mib: int, expected: bool) -> None:
+    """Where less than a quarter of what was out came back. One that has freed nothing so far is not done with."""
+    assert is_still_out(now_mib * MIB, left_mib * MIB, out_mib * MIB) is expected

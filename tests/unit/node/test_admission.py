@@ -7,11 +7,21 @@ import pytest
 from msgspec.structs import replace
 
 from barchan.core.admission import Limits
-from barchan.errors import CapacityError
-from barchan.node.admission import Admission
+from barchan.errors import CapacityError, InvalidSpec
+from barchan.model.sandbox import SandboxSpec
+from barchan.node.admission import Admission, check_spec
 from barchan.node.density import pressure
 
 LIMITS = Limits(starting_max=2, queued_max=3, running_max=1000, memory_reserve_mib=0, disk_reserve_mib=0)
+
+
+@pytest.mark.parametrize("workdir", ["relative", "./a", "~", "/a\0b"])
+def test_a_working_directory_that_is_no_place_is_refused(workdir: str) -> None:
+    """By the create, not by the first program."""
+    spec = SandboxSpec(template="debian", lease_id="le_1", workdir=workdir)
+    with pytest.raises(InvalidSpec, match=r"workdir=.* is no absolute path"):
+        check_spec(spec, 1024, 2)
+    check_spec(replace(spec, workdir="/somewhere"), 1024, 2)
 
 
 async def test_no_more_than_the_bound_start_at_once(tmp_path: Path) -> None:

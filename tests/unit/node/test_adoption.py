@@ -10,6 +10,7 @@ from barchan.backends.guest import GuestConnection
 from barchan.errors import RemoteProtocolError
 from barchan.model.sandbox import SandboxSpec
 from barchan.node import adoption
+from barchan.node.rest import Used
 from barchan.wire import guest as wire
 
 
@@ -36,7 +37,7 @@ ROW = SimpleNamespace(
     created_unix_s=0.0,
     own_layers=(),
     is_published=False,
-    cpu_before_s=0.0,
+    before=Used(),
     since_unix_s=None,
 )
 

@@ -12,7 +12,7 @@ from barchan.image.template import Layer, Template
 from barchan.model.sandbox import SandboxSpec
 from barchan.node import journal as module
 from barchan.node.journal import Journal
-from barchan.node.rest import Stored
+from barchan.node.rest import Stored, Used
 
 TEMPLATE = Template(
     name="debian",
@@ -102,10 +102,11 @@ def test_sleep_is_known_to_the_next_node(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(module.time, "time", lambda: later)
     assert row.awake_s < 50
     other = replace(TEMPLATE, layers=(Layer("b" * 64, "erofs"), *TEMPLATE.layers))
-    journal.came_back("sb_1", other, 1, 2.5)
+    before = Used(cpu_s=2.5, oom_kills=1, memory_peak_bytes=1 << 20)
+    journal.came_back("sb_1", other, 1, before)
     (row,) = Journal(tmp_path / "journal").live()
     assert (row.phase, row.since_unix_s, row.stored, row.is_asked) == ("booting", None, None, False)
-    assert (row.template, row.own_layers, row.cpu_before_s) == (other, 1, 2.5)
+    assert (row.template, row.own_layers, row.before) == (other, 1, before)
     assert 99 < row.asleep_s < 101
     assert row.awake_s < 50
 

@@ -2,14 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from barchan.errors import CapacityError, Conflict, NotFound, QuotaExceeded, SandboxExpired
+from barchan.model.lease import LeaseBeat, PreemptRequest
 from barchan.model.node import Budget, LeaseRequest, LeaseUse
 from barchan.model.sandbox import SandboxSpec
 from barchan.model.tiers import Waiting
 from barchan.node import leases as module
+from barchan.node.database import Database
 from barchan.node.journal import Journal
 from barchan.node.leases import Leases, Over
 
@@ -83,10 +86,91 @@ async def test_a_restarted_node_gives_holders_time(tmp_path: Path, monkeypatch: 
     told = Told()
     started = asyncio.get_running_loop().time()
     leases = opened(tmp_path, told)
+    leases.begin()
     assert "le_1" in leases
     await told.wait()
     assert asyncio.get_running_loop().time() - started >= 0.19
     assert told.over == [("le_1", "lease_ended")]
+
+
+async def test_nothing_is_over_before_what_it_held_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's start takes as long as it takes: what is over, or used up, ends when its sandboxes are known."""
+    monkeypatch.setattr(module, "RESTART_GRACE_S", 0.0)
+    before = opened(tmp_path)
+    before.hold(LeaseRequest(lease_id="le_1", grace_s=0))
+    before.hold(LeaseRequest(lease_id="le_2", grace_s=0))
+    before.hold(LeaseRequest(lease_id="le_3", grace_s=60, budget=Budget(sandbox_s_max=5)))
+    before.preempt("le_2", PreemptRequest(keep_s=0.01))
+    told = Told()
+    leases = opened(tmp_path, told)
+    for number in (1, 2, 3):
+        leases.adopt(f"le_{number}", f"sb_{number}", 64, 10.0, is_awake=True)
+    await asyncio.sleep(0.1)
+    assert told.over == []
+    leases.begin()
+    async with asyncio.timeout(10):
+        while len(told.over) < 3:
+            await asyncio.sleep(0.01)
+    assert sorted(told.over) == [("le_1", "lease_ended"), ("le_2", "lease_ended"), ("le_3", "budget")]
+
+
+class Full:
+    """A disk that takes nothing more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = True
+        execute = Database.execute
+
+        def refuse(database: Database, sql: str, parameters: Any = ()) -> Any:
+            if self.is_full and sql.split()[0] in ("DELETE", "INSERT", "UPDATE"):
+                raise CapacityError("full")
+            return execute(database, sql, parameters)
+
+        monkeypatch.setattr(Database, "execute", refuse)
+
+
+async def test_a_full_disk_keeps_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is over all the same, and its sandboxes with it; that is written down once there is room."""
+    told, journal = Told(), Journal(tmp_path / "journal")
+    leases = Leases(journal, told)
+    lease = leases.hold(SOON)
+    again = leases.hold(LeaseRequest(lease_id="le_2"))
+    disk = Full(monkeypatch)
+    leases.release(lease)
+    leases.end("le_2")
+    await told.wait()
+    assert told.over == [(lease.lease_id, "lease_ended")]
+    assert lease.lease_id not in leases
+    disk.is_full = False
+    again = leases.hold(LeaseRequest(lease_id="le_2", grace_s=3))
+    journal.settle()
+    assert {lease_id: row.terms.grace_s for lease_id, row in journal.leases().items()} == {"le_2": 3}
+    assert again is leases.get("le_2")
+
+
+async def test_a_hold_that_can_not_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing would ever end it, and the next node would not know it."""
+    journal = Journal(tmp_path / "journal")
+    leases = Leases(journal, Told())
+    disk = Full(monkeypatch)
+    for lease_id in (None, "le_1"):
+        with pytest.raises(CapacityError):
+            leases.hold(LeaseRequest(lease_id=lease_id))
+    assert len(leases) == 0
+    disk.is_full = False
+    leases.hold(LeaseRequest(lease_id="le_1"))
+    assert list(journal.leases()) == ["le_1"]
+
+
+async def test_a_start_that_waited_does_not_begin_without_tokens(tmp_path: Path) -> None:
+    """They were used up while it waited for its turn."""
+    leases = opened(tmp_path)
+    leases.hold(LeaseRequest(lease_id="le_1", budget=Budget(tokens_max=10, sandboxes_max=1, memory_mib_max=64)))
+    leases.admit("le_1", "sb_1", 64)
+    leases.started("le_1", "sb_1")
+    leases.beat("le_1", LeaseBeat(holder="a", tokens=10))
+    with pytest.raises(QuotaExceeded, match="10 tokens"):
+        leases.started("le_1", "sb_1")
 
 
 async def test_a_restarted_node_knows_terms_and_use(tmp_path: Path) -> None:
@@ -169,8 +253,11 @@ async def test_a_start_that_outlived_its_lease_is_refused(tmp_path: Path) -> Non
     leases.end("le_1")
     with pytest.raises(SandboxExpired):
         leases.started("le_1", "sb_1")
-    with pytest.raises(NotFound):
+    with pytest.raises(SandboxExpired, match=r"lease le_1 is over: ended by its client \(try: ") as caught:
         leases.admit("le_1", "sb_2", 64)
+    assert caught.value.details["cause"] == "lease_ended"
+    with pytest.raises(NotFound):
+        leases.admit("le_2", "sb_2", 64)
 
 
 async def test_sleep_uses_no_seconds(tmp_path: Path) -> None:

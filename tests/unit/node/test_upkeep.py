@@ -34,6 +34,7 @@ async def test_an_idle_time_out_stands_still_in_a_sleep_however_long_a_turn_take
     node = SimpleNamespace(
         live={"sb": live}, holds=SlowHolds(), journal=SimpleNamespace(settle=lambda: None),
         expire=lambda live, cause: expired.append(cause), lost={},
+        leases=SimpleNamespace(look=lambda stalled_s: None),
     )  # fmt: skip
     node.journal.prune = lambda: None
     node.unmount = lambda: asyncio.sleep(0)

@@ -5,7 +5,8 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from barchan.errors import InvalidSpec, NotFound
+from barchan.errors import InvalidSpec, NotFound, SandboxExpired
+from barchan.model.denials import Denials
 from barchan.model.sandbox import ExecResult, FileInfo, ProcessInfo, Usage
 from barchan.rollout.calls import call_to
 from barchan.rollout.graders.functions import CHECKER_USER
@@ -14,7 +15,7 @@ from barchan.rollout.limits import Limits
 from barchan.rollout.policies import Step
 from barchan.rollout.ports import RLimits
 from barchan.rollout.task import FunctionGrader, Stub, Task
-from barchan.sdk.aio.shell import ShellPoint, ShellResult
+from barchan.sdk.aio.shell import ShellPoint, ShellResult, ShellRun
 
 # From the candidate's source to what the checker says of it: outcome, checks that held, calls made, detail.
 Checking = Callable[[str], tuple[str, int, int, str]]
@@ -75,8 +76,13 @@ class FakeFiles:
         self.modes: dict[str, int] = {}
         self.links: dict[str, str] = {}
         self.error: Exception | None = None
+        self.epoch = 0  # of whoever asked for them last
 
     def as_user(self, user: str | None) -> Self:
+        return self
+
+    def fenced(self, epoch: int, /) -> Self:
+        self.epoch = epoch
         return self
 
     def _check(self, path: str) -> None:
@@ -122,7 +128,10 @@ class FakeShell:
         self.point: ShellPoint | None = None
         self.closed = False
 
-    async def run(self, command: str, /, *, timeout_s: float = 0) -> ShellResult:
+    async def begin(self) -> ShellRun:
+        return ShellRun(process_id="shell", mark="m", stdin=0, stdout=0, stderr=0)
+
+    async def run(self, command: str, /, *, timeout_s: float = 0, begun: ShellRun | None = None) -> ShellResult:
         self.commands.append(command)
         await asyncio.sleep(self._client.exec_s)
         return self._client.shell_result
@@ -184,11 +193,13 @@ class FakeSandbox:
         command: str | Sequence[str],
         /,
         *,
+        process_id: str | None = None,
         stdin: bytes = b"",
         user: str | None = None,
         cwd: str | None = None,
         env: Mapping[str, str] = {},
         rlimits: RLimits = {},  # noqa: B006 (never changed)
+        restrained: bool = False,
         merge_stderr: bool = False,
         timeout_s: float = 0,
         max_output_bytes: int = 0,
@@ -218,6 +229,15 @@ class FakeSandbox:
     async def processes(self) -> list[ProcessInfo]:
         return [ProcessInfo(process_id=process_id, pid=1, running=True) for process_id in self.running]
 
+    def found(self) -> Self:
+        """As a repeated create finds it."""
+        if self.id not in self._client.live:
+            raise SandboxExpired(f"sandbox {self.id} has ended", sandbox_id=self.id)
+        return self
+
+    async def denials(self) -> Denials:
+        return self._client.denials
+
     async def kill(self) -> bool:
         self._client.live.discard(self.id)
         if self._client.kill_error is not None:
@@ -231,6 +251,8 @@ class FakeClient:
     def __init__(self, check: Checking = right_or_wrong) -> None:
         self.check = check
         self.create_errors: list[Exception] = []
+        self.tokens = 0
+        self.denials = Denials()
         self.exec_error: Exception | None = None
         self.kill_error: Exception | None = None
         self.exec_s = 0.0
@@ -260,20 +282,37 @@ class FakeClient:
         await asyncio.sleep(0)
         if self.create_errors:
             raise self.create_errors.pop(0)
+        if options["create_id"] in self.create_ids:
+            return self.sandboxes[self.create_ids.index(options["create_id"])].found()
         self.templates.append(template)
         self.options.append(options)
         self.labels.append(options["labels"])
         self.create_ids.append(options["create_id"])
-        sandbox = FakeSandbox(self, len(self.create_ids))
+        sandbox = self.made(len(self.create_ids))
         self.sandboxes.append(sandbox)
         self.live.add(sandbox.id)
         self.live_max = max(self.live_max, len(self.live))
         return sandbox
 
+    def made(self, number: int) -> FakeSandbox:
+        return FakeSandbox(self, number)
+
     async def attach(self, sandbox_id: str, /) -> FakeSandbox:
         if sandbox_id not in self.live:
             raise NotFound(f"no sandbox {sandbox_id}", sandbox_id=sandbox_id)
         return next(sandbox for sandbox in self.sandboxes if sandbox.id == sandbox_id)
+
+    def use_tokens(self, count: int, /) -> None:
+        self.tokens += count
+
+    async def kill(self, *, labels: Mapping[str, str]) -> int:
+        found = {
+            sandbox.id
+            for sandbox, of in zip(self.sandboxes, self.labels, strict=True)
+            if sandbox.id in self.live and labels.items() <= of.items()
+        }
+        self.live -= found
+        return len(found)
 
     async def remove_image(self, name: str, /) -> None:
         self.removed_images.append(name)

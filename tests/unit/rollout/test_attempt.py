@@ -15,7 +15,8 @@ from barchan.errors import (
     ModelError,
     NotFound,
 )
-from barchan.rollout.attempt import CALLS_PER_TURN_MAX, Job, Rollout
+from barchan.rollout.agent import CALLS_PER_TURN_MAX
+from barchan.rollout.attempt import Job, Rollout
 from barchan.rollout.calls import call_to
 from barchan.rollout.graders.base import Artifact
 from barchan.rollout.limits import Left, Limits

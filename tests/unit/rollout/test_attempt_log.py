@@ -10,7 +10,7 @@ import pytest
 from barchan.errors import (
     BackendError,
     Conflict,
-    SandboxLost,
+    SandboxExpired,
 )
 from barchan.rollout.attempt import Job, Rollout
 from barchan.rollout.calls import call_to
@@ -65,15 +65,20 @@ async def test_its_way_is_in_the_log(tmp_path: Path) -> None:
     assert [(entry.part, entry.kind) for entry in entries if entry.part != "result"] == [
         ("header", None),
         ("entry", "message"),
+        ("entry", "sandbox"),
         ("entry", "model_call"),
+        ("entry", "turn"),
         ("intent", "tool_call"),
         ("intent", "exec"),
         ("intent", "tool_call"),
         ("intent", "file_write"),
         ("intent", "tool_call"),
+        ("entry", "turn"),
         ("intent", "tool_call"),
         ("intent", "exec"),
+        ("entry", "hand_in"),
         ("intent", "file_read"),
+        ("entry", "artifact"),
         ("intent", "grade"),
         ("entry", "verdict"),
     ]
@@ -116,12 +121,12 @@ async def test_a_rollout_goes_on_from_its_state(tmp_path: Path) -> None:
 
 
 async def test_a_state_whose_sandbox_is_gone_can_not_go_on() -> None:
-    """It is told as a lost sandbox."""
+    """It is told as one that has ended."""
     client = FakeClient()
     first = await opened(client)
     client.live.clear()
     second = Rollout(client, SETTINGS, Job("run-000000", task(), 0), policy_name="p", state=first.state)
-    with pytest.raises(SandboxLost):
+    with pytest.raises(SandboxExpired):
         await second.resume()
 
 

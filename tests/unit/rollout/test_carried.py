@@ -80,16 +80,3 @@ def test_a_state_of_another_release_is_refused() -> None:
     for state in (older, newer):
         with pytest.raises(BlobCorrupt, match="release"):
             carried.load(carried.dump(state))
-
-
-def test_what_was_kept_last_is_found(tmp_path: Path) -> None:
-    """Each time the whole of it; after the rollout's end there is nothing."""
-    (tmp_path / "trajectories").mkdir()
-    assert carried.kept(tmp_path, "r-0-0") is None
-    for data in (b"first", b"second"):
-        carried.keep(tmp_path, "r-0-0", data)
-        assert carried.kept(tmp_path, "r-0-0") == data
-    carried.drop(tmp_path, "r-0-0")
-    carried.drop(tmp_path, "r-0-0")
-    assert carried.kept(tmp_path, "r-0-0") is None
-    assert list((tmp_path / "trajectories").iterdir()) == []

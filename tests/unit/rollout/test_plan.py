@@ -121,6 +121,44 @@ def test_a_resumed_group_starts_what_is_not_scored() -> None:
     assert made.settle(two, ONE).surplus == (one,)
 
 
+def test_a_group_that_cannot_be_of_use_is_given_up() -> None:
+    """Once half of it, or two, can't be scored any more, and nothing may be tried again: what was not started need not
+    be. A single attempt is no group.
+    """
+    made = plan(group=6, refill=1)
+    members = [made.start() for _ in range(5)]
+    left = [made.settle(member, LOST) for member in members if member is not None]
+    assert left[0].retry == Member(0, 0, 1)
+    assert [one.given_up for one in left[:4]] == [()] * 4
+    assert left[4].given_up == (Member(0, 0, 1), Member(0, 5))
+    assert (made.unfinished, made.start()) == (0, None)
+    assert [Sampling(group=count).min_valid for count in (1, 2, 3, 4, 5, 16)] == [1, 2, 2, 2, 3, 8]
+
+
+def test_a_stopped_run_starts_nothing_more() -> None:
+    """What goes on may end; a void one is not tried again."""
+    made = plan(2, group=2, refill=2)
+    member = made.start()
+    assert member is not None and made.stop() == 3
+    assert (made.start(), made.unfinished) == (None, 1)
+    assert made.settle(member, LOST).retry is None
+    assert made.unfinished == 0
+
+
+def test_an_abandoned_member_comes_again_only_where_it_is_wanted() -> None:
+    """Whatever the refills say; but in no run that was stopped, and in no group that is full."""
+    made = plan(group=1)
+    (member,) = started(made)
+    assert made.settle(member, LOST, again=True).retry == Member(0, 0, 1)
+    (member,) = started(made)
+    made.stop()
+    assert (made.settle(member, LOST, again=True).retry, made.unfinished) == (None, 0)
+    full = plan(group=1, over_sample=1)
+    first, second = started(full)
+    full.settle(first, ONE)
+    assert (full.settle(second, LOST, again=True).retry, full.unfinished) == (None, 0)
+
+
 @given(
     st.integers(1, 4),
     st.integers(1, 4),
@@ -133,13 +171,13 @@ def test_any_run_ends_with_its_bounds_kept(
     groups: int, group: int, over_sample: int, refill: int, at_once: int, seed: int
 ) -> None:
     """Whatever becomes of the attempts: at most `group` scores count, at most `refill` are tried again, nothing is
-    started twice, and a group ends short only when nothing of it was left to try.
+    started twice, and a group ends short only when nothing of it was left to try, or nothing worth it.
     """
     dice = random.Random(seed)
     made = plan(groups, group=group, over_sample=over_sample, refill=refill)
     live: list[Member] = []
     seen: set[Member] = set()
-    counted, retried = [0] * groups, [0] * groups
+    counted, retried, least = [0] * groups, [0] * groups, Sampling(group=group).min_valid
     while True:
         while len(live) < at_once and (member := made.start()) is not None:
             assert member not in seen
@@ -152,10 +190,11 @@ def test_any_run_ends_with_its_bounds_kept(
         settled = made.settle(member, verdict)
         live = [other for other in live if other not in settled.surplus]
         assert not set(settled.spare) & seen
+        assert not set(settled.given_up) & seen
         counted[member.group_index] += verdict is ONE and settled.counts
         retried[member.group_index] += settled.retry is not None
     assert made.unfinished == 0
     assert max(counted) <= group and max(retried) <= refill
     for index in range(groups):
         tried = sum(member.group_index == index for member in seen)
-        assert counted[index] == group or tried == group + over_sample + refill
+        assert counted[index] == group or tried == group + over_sample + refill or counted[index] < least

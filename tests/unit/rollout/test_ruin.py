@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from barchan.backends.base import Ended
+from barchan.backends.gvisor.handle import OUT_OF_MEMORY
 from barchan.backends.qemu.machine import Machine
 from barchan.errors import BarchanError, BlobUnavailable, InitDied, InvalidSpec, SandboxExpired, SandboxLost
 from barchan.model.verdict import Cause, Verdict
@@ -67,9 +68,21 @@ async def test_a_machine_that_its_guest_ended_is_the_guests_doing(event: str, da
         assert (verdict.status, verdict.cause) == ("void", "grader_crash")
 
 
+def test_a_guest_that_its_own_memory_limit_ended_is_the_guests_doing() -> None:
+    """With the kernel of user space that it shares the limit with: zero while the agent acts."""
+    told = f"init_died: {Ended(wstatus=9, oom_kills=30, why=f'{OUT_OF_MEMORY}: the sentry').words}"
+    error = InitDied("the init of sb_1 ended by signal 9", wstatus=9, cause=told)
+    verdict = verdict_of_error(error, "exec")
+    assert (verdict.status, verdict.reward, verdict.cause) == ("scored", 0.0, "oom_within_limit")
+    assert verdict.fault == "policy"
+    assert verdict_of_error(error, "grade").cause == "grader_crash"
+    assert verdict_of_error(error, "setup").cause == "sandbox_lost"
+
+
 @pytest.mark.parametrize(
     ("error", "stage", "cause"),
     [
+        (lost(OUT_OF_MEMORY), "exec", "sandbox_lost"),
         (lost("it was shut down from inside"), "create", "sandbox_lost"),
         (lost("QEMU reached the memory limit of the container around it"), "exec", "sandbox_lost"),
         (lost("x: it was shut down from inside"), "exec", "sandbox_lost"),

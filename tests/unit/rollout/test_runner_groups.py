@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from barchan.errors import BarchanError, ModelError, TaskError
+from barchan.model.verdict import Verdict
+from barchan.rollout.attempt import Rollout
 from barchan.rollout.calls import Observation
 from barchan.rollout.policies import OraclePolicy, Step
 from barchan.rollout.record import RolloutRecord
@@ -67,6 +69,31 @@ async def test_a_group_never_has_more_scores_than_wanted() -> None:
         statuses[record.task_id][record.verdict.status] += 1
     assert set(map(str, statuses.values())) == {str(Counter({"cancelled": 4, "scored": 3}))}
     assert client.live == set()
+
+
+async def test_a_surplus_one_that_is_just_failing_has_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is at its end already when its group fills up: what it was stands, and its log is closed."""
+    is_failing, goes_on = asyncio.Event(), asyncio.Event()
+    fail = Rollout.fail
+
+    async def slowly(rollout: Rollout, error: Exception) -> Verdict:
+        is_failing.set()
+        await goes_on.wait()
+        return await fail(rollout, error)
+
+    class Plan(Sampled):
+        async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
+            if sample_index == 1:
+                await is_failing.wait()
+                asyncio.get_running_loop().call_later(0.2, goes_on.set)
+            return await super().step(task, sample_index, observation)
+
+    monkeypatch.setattr(Rollout, "fail", slowly)
+    records = await run(FakeClient(right_or_wrong), Plan({0: ["down"], 1: ["right"]}), group=1, over_sample=1)
+    assert sorted((row.sample_index, row.verdict.cause) for row in records) == [
+        (0, "model_unreachable"),
+        (1, "completed"),
+    ]
 
 
 async def test_a_void_rollout_is_tried_again_in_its_place() -> None:

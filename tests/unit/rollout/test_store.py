@@ -1,7 +1,7 @@
 """A run's folder: what it keeps, who may write to it, and when it can be gone on with."""
 
+import os
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -90,12 +90,16 @@ def test_an_artifact_that_is_no_text_has_a_file_of_its_own(tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that can't be written is an error, not a silent gap."""
-    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed below, with the file it stands in for)
-    with closing(full), folder_at(tmp_path) as folder, closing(folder._file):
-        monkeypatch.setattr(folder, "_file", full)
-        with pytest.raises(BackendError, match="No space left"):
+    """A line that can't be written is an error, not a silent gap, and leaves no part of it."""
+    with folder_at(tmp_path) as folder:
+        folder.add(record(ONE))
+        real = os.write
+        monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:10]))
+        with pytest.raises(BackendError, match="--resume"):
             folder.add(record(ONE))
+        monkeypatch.undo()
+        folder.add(record(ONE))
+    assert len(read_rollouts(tmp_path)) == 2
 
 
 def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path: Path) -> None:
@@ -141,12 +145,15 @@ def test_a_run_goes_on_where_it_was_killed(tmp_path: Path) -> None:
 
 
 async def test_ids_that_were_used_are_known(tmp_path: Path) -> None:
-    """Those of finished rollouts, and those of which only a log was left."""
+    """Those of finished rollouts. One of which only a log was left goes on by that, and whoever wrote it can't."""
     with folder_at(tmp_path, [task()]) as folder:
         folder.add(record(ONE))
         (await folder.open_log(Job("run-5", task(), 0))).close()
     with RunFolder.resume(tmp_path, INFO, [task()]) as folder:
-        assert folder.rollout_ids == {record(ONE).rollout_id, "run-5"}
+        assert folder.rollout_ids == {record(ONE).rollout_id}
+        log = await folder.open_log(Job("run-5", task(), 0))
+        assert (log.is_begun, log.header.epoch) == (True, 1)
+        log.close()
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:

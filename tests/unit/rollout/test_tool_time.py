@@ -1,6 +1,7 @@
 """A tool's limit and what it is billed are of the sandbox's own time."""
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -8,12 +9,17 @@ from msgspec import Struct
 
 from barchan.errors import ReadTimeout
 from barchan.rollout.calls import call_to
-from barchan.rollout.tools import Toolbox, ToolOutput, Workspace
+from barchan.rollout.limits import Limits, Meter
+from barchan.rollout.resuming.forward import forward
+from barchan.rollout.state import AttemptState
+from barchan.rollout.tools import Toolbox, ToolOutput, Workspace, spent
 from barchan.sdk.aio.clock import AsyncSandboxClock
 from barchan.sdk.aio.shell import ShellResult
 from barchan.sdk.transport import Transport
+from barchan.trajectory.reader import load
 from barchan.wire.api import Awake
 from tests.unit.rollout.fakes import FakeClient, FakeSandbox, task
+from tests.unit.trajectory.logs import new_log
 
 pytestmark = pytest.mark.timeout(30)
 BOX = Toolbox(task())
@@ -53,6 +59,35 @@ async def test_a_sleep_in_the_middle_is_not_billed() -> None:
     await asyncio.sleep(0.1)
     client.slept_s = 0.4
     assert (await calling).agent_s < 0.4
+
+
+async def test_a_call_that_was_cut_short_counts_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had taken is noted now and then, and as it is cut; whoever goes on with it adds to that."""
+    monkeypatch.setattr(spent, "NOTE_S", 0.05)
+    client = FakeClient()
+    client.exec_s = 0.3
+    client.shell_result = ShellResult(exit_code=0, stdout=b"", stderr=b"")
+    workspace, noted = Workspace(FakeSandbox(client, 1), 1000), list[float]()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.12):
+            await BOX.call(workspace, call_to("bash", command="true"), 5.0, spent.Spent(0.0, noted.append))
+    assert len(noted) >= 2
+    assert noted == sorted(noted) and noted[-1] >= 0.1
+    called = await BOX.call(workspace, call_to("bash", command="true"), 5.0, spent.Spent(100.0, noted.append))
+    assert called.agent_s >= 100.25
+    assert noted[-1] >= 100.0
+
+
+def test_the_log_says_what_a_call_had_taken(tmp_path: Path) -> None:
+    """The last note before it was cut short, and none of another call."""
+    with new_log(tmp_path) as log:
+        earlier = log.intent("tool_call", {"timeout_s": 5.0})
+        call = log.intent("tool_call", {"timeout_s": 5.0})
+        for of, agent_s in ((call, 1.5), (call, 3.5), (earlier, 9.0)):
+            log.entry("note", {"of": of, "agent_s": agent_s})
+    tail = forward(AttemptState(meter=Meter(Limits()), messages=[]), load(log.path).entries)
+    assert tail.call is not None
+    assert (tail.call.seq, tail.call.spent_s) == (call, 3.5)
 
 
 async def test_a_time_out_while_the_node_stood_still_is_no_doing_of_the_agents() -> None:

@@ -71,7 +71,8 @@ def grading(
         (grading("gone", OUT_OF_MEMORY), 0.0, "policy", "oom_within_limit"),
         (grading("gone", OUT_OF_CPU), 0.0, "policy", "exec_timeout"),
         (grading("gone", OUT_OF_CPU_HARD), 0.0, "policy", "exec_timeout"),
-        (grading("gone", KILLED), None, "platform", "grader_crash"),
+        (grading("gone", KILLED), None, "platform", "sandbox_lost"),  # it is restrained, so it can't have been itself
+        (grading("gone", TIMED_OUT), None, "platform", "grader_crash"),
         (grading("gone", None), None, "platform", "grader_crash"),
         (grading("slow", None), None, "platform", "grader_timeout"),
         (grading("absent"), None, "platform", "grader_start"),

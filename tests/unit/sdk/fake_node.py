@@ -171,6 +171,7 @@ class FakeNode:
         self.drop_before: Counter[str] = Counter()
         self.drop_after: Counter[str] = Counter()
         self.hold: dict[str, threading.Event] = {}
+        self.start_s_max: dict[str, float] = {}
         self.errors: dict[str, BarchanError] = {}
         self.sandboxes: dict[str, SandboxInfo] = {}
         self.killed: list[str] = []
@@ -265,6 +266,7 @@ class FakeNode:
             node_id="fake", version="0", pid=os.getpid(), uptime_s=1, sandboxes_running=len(self.sandboxes),
             sandboxes_starting=0, sandboxes_queued=0, running_max=10, starting_max=10, leases=len(self.leases),
             creates_total=0, create_failures_total=0, memory_available_mib=1, backends=("container",),
+            start_s_max=self.start_s_max,
         )  # fmt: skip
 
     async def on_lease_hold(self, request: web.Request) -> web.StreamResponse:

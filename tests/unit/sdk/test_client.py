@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from barchan.errors import BarchanError, CapacityError, ConnectionLost, Denied, InvalidSpec, LocalProtocolError
+from barchan.errors import (
+    BackendError,
+    BarchanError,
+    CapacityError,
+    ConnectionLost,
+    Denied,
+    InvalidSpec,
+    LocalProtocolError,
+    ReadTimeout,
+)
 from barchan.model.sandbox import SandboxSpec
 from barchan.sdk.aio.client import AsyncClient, connect_async
 from barchan.sdk.aio.sandbox import AsyncSandbox
@@ -111,6 +120,40 @@ async def test_create_many_gives_each_as_ready(node: FakeNode, client: AsyncClie
     assert {info.spec.create_id for info in node.sandboxes.values()} == {f"many-{n}" for n in range(16)}
 
 
+async def test_a_create_takes_as_long_as_its_backend_may(
+    node: FakeNode, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node says how long that is; `auto` may become any of them. Afterwards what was half made is ended."""
+    monkeypatch.setattr("barchan.sdk.aio.client.CREATE_TIMEOUT_S", 0.05)
+    node.start_s_max = {"vm": 60.0, "container": 0.1}
+    gate = node.hold["create"] = threading.Event()
+    for backend in ("vm", "auto"):
+        making = asyncio.create_task(client.create("debian", backend=backend))
+        await asyncio.sleep(0.3)
+        assert not making.done()
+        gate.set()
+        await making
+        gate.clear()
+    with pytest.raises(ReadTimeout, match="container should be there"):
+        making = asyncio.create_task(client.create("debian", backend="container"))
+        asyncio.get_running_loop().call_later(1.0, gate.set)
+        await making
+    assert [info.spec.backend for info in node.sandboxes.values()] == ["vm", "auto"]
+
+
+async def test_a_create_is_over_when_the_node_does_not_say_how_long_it_takes(
+    node: FakeNode, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it any more: what comes of it is ended."""
+    monkeypatch.setattr("barchan.sdk.aio.client.CREATE_TIMEOUT_S", 0.05)
+    node.errors["node_info"] = BackendError("broken")
+    gate = node.hold["create"] = threading.Event()
+    asyncio.get_running_loop().call_later(0.5, gate.set)
+    with pytest.raises(BackendError, match="broken"):
+        await client.create("debian")
+    assert node.sandboxes == {}
+
+
 async def test_create_many_gives_errors_as_items(node: FakeNode, client: AsyncClient) -> None:
     """A start that fails is an item like any other."""
     node.errors["create"] = CapacityError("full", retry_after_ms=1)
@@ -148,6 +191,14 @@ async def test_the_token_is_sent_and_checked_at_connect(tmp_path: Path) -> None:
             assert "secret" not in repr(client) + repr(client._transport) + repr(client.endpoint)
     finally:
         node.stop()
+
+
+async def test_connecting_asks_again_where_a_call_was_taken(node: FakeNode) -> None:
+    """Somebody listens there, so the address is right: a node that is being started anew, say."""
+    node.drop_before["node_info"] = 2
+    async with connect_async(node.url) as client:
+        assert client.endpoint is not None
+    assert node.calls["node_info"] == 3
 
 
 async def test_connecting_to_nothing_fails_at_once(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import barchan
 from barchan.errors import BackendError, ConnectTimeout, InvalidSpec, RequirementMissing
 from barchan.sdk import embedded
 from barchan.sdk.embedded import ensure_node
+from tests.leaks import parent_of
 
 # Stands in for the node's module: says ready, serves, and appends its pid to `started`.
 STAND_IN = """
@@ -71,8 +72,7 @@ def test_the_node_is_a_process_of_its_own(stand_in: Path, state_dir: Path) -> No
     ensure_node(str(state_dir))
     pid, session, cwd = (state_dir / "started").read_text().split()
     assert (int(session) != os.getsid(0), cwd, state_dir.stat().st_mode & 0o777) == (True, "/", 0o700)
-    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-    assert parent != str(os.getpid())
+    assert parent_of(int(pid)) != os.getpid()
     ensure_node(str(state_dir))
     assert len(pids(state_dir)) == 1
     os.kill(int(pid), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -32,11 +33,14 @@ async def test_too_much_stdin_is_refused_here(sandbox: AsyncSandbox) -> None:
         await sandbox.exec(["cat"], stdin=bytes(STDIN_INLINE_BYTES_MAX + 1))
 
 
-async def test_an_empty_command_is_refused(sandbox: AsyncSandbox) -> None:
+@pytest.mark.parametrize(
+    ("command", "why"), [([], "is empty"), (5, "not int"), (b"ls", "not bytes"), (["ls", 5], "5 is int")]
+)
+async def test_what_is_no_command_is_refused(sandbox: AsyncSandbox, command: Any, why: str) -> None:
     """No program to run is the caller's mistake; an empty string runs in the shell and does nothing."""
     assert (await sandbox.exec("")).exit_code == 0
-    with pytest.raises(InvalidSpec):
-        await sandbox.exec([])
+    with pytest.raises(InvalidSpec, match=f"a command is a string for the shell, or a list of strings.*{why}"):
+        await sandbox.exec(command)
 
 
 async def test_what_does_not_fit_the_wire_is_refused(sandbox: AsyncSandbox) -> None:

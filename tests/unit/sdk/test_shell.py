@@ -3,12 +3,13 @@
 import asyncio
 import pickle
 import time
+from pathlib import Path
 
 import pytest
 
-from barchan.errors import InvalidSpec, LocalProtocolError
+from barchan.errors import InvalidSpec, LocalProtocolError, ReadTimeout
 from barchan.sdk.aio.sandbox import AsyncSandbox
-from barchan.sdk.aio.shell import MarkedStream
+from barchan.sdk.aio.shell_streams import MarkedStream
 from barchan.sdk.aio.terminal import Screen
 from barchan.sdk.headtail import HeadTail
 from tests.unit.sdk.fake_node import FakeNode
@@ -107,6 +108,22 @@ async def test_a_shell_killed_between_commands_is_told(node: FakeNode, sandbox: 
             await asyncio.sleep(0.01)
         result = await shell.run("echo here")
         assert (result.text, result.restarted) == ("here\n", True)
+
+
+async def test_a_shell_whose_output_can_not_be_read_for_a_while_goes_on(node: FakeNode, sandbox: AsyncSandbox) -> None:
+    """The way to it was lost between two commands, for longer than anybody asks again: what was set is there still, and
+    what was written meanwhile comes with the next command.
+    """
+    async with await sandbox.shell() as shell:
+        await shell.run("x=kept; (sleep 0.3; echo late) & true", timeout_s=10)
+        node.output_cut_bytes, node.errors["output"] = 1, ReadTimeout("the node does not answer")
+        assert shell._reader is not None
+        while not shell._reader.done():
+            await asyncio.sleep(0.01)
+        node.output_cut_bytes = None
+        del node.errors["output"]
+        result = await shell.run("wait; echo $x", timeout_s=10)
+        assert (sorted(result.text.split()), result.restarted) == (["kept", "late"], False)
 
 
 async def test_background_output_comes_with_the_next_command(sandbox: AsyncSandbox) -> None:
@@ -240,13 +257,15 @@ async def test_the_first_command_may_end_the_shell(sandbox: AsyncSandbox) -> Non
         assert (result.exit_code, result.stderr, result.restarted) == (126, b"cannot enter\n", True)
 
 
-async def test_a_pickled_shell_goes_on_where_it_stood(sandbox: AsyncSandbox) -> None:
+async def test_a_pickled_shell_goes_on_where_it_stood(sandbox: AsyncSandbox, tmp_path: Path) -> None:
     """Directory, variables, the last exit code; what a background job wrote since is the next command's, once."""
     shell = await sandbox.shell()
-    await shell.run("cd /; x=kept; (exec >&8; for i in 1 2 3; do sleep 0.2; echo late $i; done) & false", timeout_s=10)
+    waiting = f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; for i in 1 2 3; do echo late $i; done"
+    await shell.run(f"cd /; x=kept; ({waiting}) & false", timeout_s=10)
     assert (await shell.run("sleep 0.1")).exit_code == 0
     await shell.run("false")
     other = pickle.loads(pickle.dumps(shell))
+    (tmp_path / "go").touch()
     result = await other.run("echo $?; wait; echo $x; pwd", timeout_s=10)
     assert (result.restarted, sorted(result.text.splitlines())) == (
         False,

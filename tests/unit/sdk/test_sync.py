@@ -33,7 +33,7 @@ PAIRS = [
     (barchan.Group, barchan.AsyncGroup),
     (barchan.Rollout, barchan.AsyncRollout),
 ]
-OF_ONE_FACE = {"clock", "greet", "open", "chunks", "kill_unless", "endpoint"}
+OF_ONE_FACE = {"clock", "greet", "open", "chunks", "kill_unless", "endpoint", "fenced"}
 
 
 def methods(cls: type) -> dict[str, inspect.Signature]:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from barchan.cli.main import main
+from barchan.trajectory.reader import verify
 from barchan.trajectory.writer import TrajectoryWriter
-from tests.unit.trajectory.logs import new_log, write_rollout
+from tests.unit.trajectory.logs import header, new_log, write_rollout
 
 
 @pytest.fixture
@@ -51,6 +53,26 @@ def test_show_cuts_long_outputs_and_steers_no_terminal(tmp_path: Path, capsys: p
     assert "line 50\n" in capsys.readouterr().out
 
 
+def test_show_keeps_the_lines_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they were indented, in one column below each other."""
+    with new_log(tmp_path) as log:
+        seq = log.intent("exec", {"command": "cat >a.py <<E\nif x:\n    y()\n\tz()\nE"})
+        log.result(seq, {"exit_code": 0})
+    assert main(["trajectory", "show", str(log.path)]) == 0
+    _, first, *more = capsys.readouterr().out.splitlines()
+    column = first.index("exec: ") + 2
+    assert first[column - 2 :] == "exec: cat >a.py <<E"
+    assert [line[:column] for line in more] == [" " * column] * 4
+    assert [line[column:] for line in more[:3]] == ["if x:", "    y()", " z()"]
+    assert more[3][column:].startswith("E -> exit code 0, ")
+
+
+def test_replay_of_a_rollout_that_is_not_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some that are there are named."""
+    assert main(["trajectory", "replay", str(run), "--rollout", "r-1"]) == 1
+    assert "has no log of a rollout 'r-1'; there are: r-000000, r-000001 (try: " in capsys.readouterr().err
+
+
 def test_show_of_a_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder is a table with a line per rollout, or JSON."""
     assert main(["trajectory", "show", str(run)]) == 0
@@ -87,6 +109,20 @@ def test_verify_names_file_and_entry(run: Path, capsys: pytest.CaptureFixture[st
     assert (found["ok"], found["bad_seq"], found["entries"]) == (False, 9, 9)
 
 
+def test_verify_holds_logs_to_the_results_of_their_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A log that was cut behind a whole entry, or is gone, is found by its row, in the folder and alone."""
+    (run / "rollouts.jsonl").write_bytes(
+        msgspec.json.encode({"rollout_id": "r-000000", "head_hash": verify(first(run)).head_hash}) + b"\n"
+    )
+    assert main(["trajectory", "verify", str(run)]) == main(["trajectory", "verify", str(first(run))]) == 0
+    first(run).write_bytes(b"".join(first(run).read_bytes().splitlines(keepends=True)[:-1]))
+    assert main(["trajectory", "verify", str(run)]) == main(["trajectory", "verify", str(first(run))]) == 1
+    assert f"{first(run)}: entry 19: the log ends before the entry that was its last" in capsys.readouterr().err
+    first(run).unlink()
+    assert main(["trajectory", "verify", str(run)]) == 1
+    assert f"{first(run)}: it is gone" in capsys.readouterr().err
+
+
 def test_export_as_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """jsonl has a line per entry of every log, with its rollout, readable bytes and whole token ids."""
     assert main(["trajectory", "export", str(run), "--format", "jsonl"]) == 0
@@ -106,6 +142,26 @@ def test_export_as_atif(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run / "made" / "atif"
     assert main(["trajectory", "export", str(run), "--format", "atif", "--out", str(out)]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["r-000000.json", "r-000001.json"]
+
+
+def test_what_a_log_calls_itself_names_no_file(run: Path) -> None:
+    """A log that somebody else has made can't have a file written beside the folder that was asked for."""
+    foreign = run / "trajectories" / "foreign.trajectory.jsonl"
+    with TrajectoryWriter.create(foreign, replace(header(), rollout_id="../../out-of-it")):
+        pass
+    out = run / "made" / "atif"
+    assert main(["trajectory", "export", str(run), "--format", "atif", "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["foreign.json", "r-000000.json", "r-000001.json"]
+    assert not list(run.rglob("out-of-it*"))
+
+
+def test_one_broken_log_hides_no_other(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a folder, the others are told of all the same, and the exit code says that one is broken."""
+    damage(first(run))
+    assert main(["trajectory", "show", str(run)]) == 1
+    told = capsys.readouterr()
+    assert "r-000001" in told.out
+    assert f"{first(run)}: entry 9" in told.err
 
 
 def test_export_as_trace(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -256,3 +257,44 @@ def test_a_writer_can_tell_that_it_was_relieved(tmp_path: Path) -> None:
         log.close()
     with pytest.raises(LocalProtocolError):
         new.check()
+
+
+def test_threads_append_one_after_the_other(tmp_path: Path) -> None:
+    """The lock of the file tells processes apart, and no threads: these take their turns all the same."""
+    with new_log(tmp_path) as log:
+        long = bytes(range(256)) * 4096
+
+        def append() -> None:
+            for _ in range(8):
+                log.result(log.intent("exec", {"stdin": long}), {"stdout": long})
+
+        threads = [threading.Thread(target=append) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = verify(log.path)
+    assert (found.ok, found.entries, found.open_intents) == (True, 1 + 3 * 8 * 2, ())
+
+
+def test_nothing_comes_after_the_verdict(tmp_path: Path) -> None:
+    """What a thread is still about to log when the rollout is over: the verdict's hash stays the last."""
+    with new_log(tmp_path) as log:
+        log.entry("verdict", {"status": "cancelled"})
+        before = log.head_hash
+        with pytest.raises(LocalProtocolError, match="has its verdict"):
+            log.entry("artifact", {"kind": "text", "data": "x"})
+    assert verify(log.path, head_hash=before).ok
+
+
+def test_a_log_that_has_gone_on_is_left_alone(tmp_path: Path) -> None:
+    """Who knows a log as it was takes it over only as that: its owner goes on else, and is not fenced."""
+    with new_log(tmp_path) as log:
+        was = log.head_hash
+        log.entry("note", {})
+        with pytest.raises(Conflict, match="has gone on"):
+            TrajectoryWriter.reopen(log.path, found_hash=was)
+        log.entry("note", {})
+        TrajectoryWriter.reopen(log.path, found_hash=log.head_hash).close()
+        with pytest.raises(Conflict):
+            log.check()
