@@ -5,12 +5,16 @@ PYTEST := $(BIN)/python -m pytest
 ALONE := tests/security tests/conformance/test_container.py tests/conformance/test_suite.py tests/drills $(patsubst %,tests/integration/test_%.py,calls cli density fork hibernate hibernate_away http late_memory \
 	lazy lazy_layer lazy_reader leases memory memory_wakes network node node_restart page_out pager prepared sdk \
 	state_cli state_faults tiers warm_pool zygote)
+# Whole machines, and the conformance suite on emulated microVMs: minutes, in a target of their own.
+MACHINES := tests/integration/test_vm.py tests/integration/test_vm_network.py tests/integration/test_vm_own_disk.py tests/conformance/test_microvm.py
+# What waits for minutes, or builds whole images twice.
+SLOW := tests/integration/test_silent_clients.py tests/integration/test_image.py
 SANITIZED := tests/guest/init tests/guest/pack tests/guest/supervisor
 ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary by hand; `test` runs it with the ones under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
-.PHONY: setup backends check test test-vm bench conformance drills hacks rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
+.PHONY: setup backends check test test-slow test-vm bench conformance drills hacks faults resume-kills bench-resume rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
 
 setup:
 	@scripts/setup.sh
@@ -26,15 +30,19 @@ check: setup
 
 test: check
 	@scripts/setup.sh test
-	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy $(SANITIZED) tests/integration/test_vm.py $(ALONE))
+	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy $(SANITIZED) $(MACHINES) $(SLOW) $(ALONE))
 	$(MAKE) --no-print-directory -C guest OUT=$(ASAN) asan
 	BARCHAN_INIT=$(ASAN)/asan/barchan-init $(PYTEST) -q -n 2 --dist loadfile $(SANITIZED)
 	$(PYTEST) -q $(ALONE)
 
+test-slow: setup
+	@scripts/setup.sh test
+	$(PYTEST) -q $(SLOW)
+
 # Whole machines; with their first boot and a disk that is built, for minutes.
 test-vm: setup
 	@scripts/setup.sh test
-	$(PYTEST) -q tests/integration/test_vm.py
+	$(PYTEST) -q $(MACHINES)
 
 # The whole suite on each backend: minutes each. BACKENDS="container gvisor" for some; vm needs a disk: docs/vm.md.
 conformance: backends
@@ -43,13 +51,32 @@ conformance: backends
 
 # Hostile guests on each backend, and what their neighbours notice; on a quiet machine, for minutes.
 drills: backends
-	BARCHAN_BACKENDS="$(or $(BACKENDS),container function gvisor microvm)" $(PYTEST) -q -s tests/drills tests/drills/neighbours.py
+	BARCHAN_BACKENDS="$(or $(BACKENDS),container function gvisor microvm)" $(PYTEST) -q -s -o python_files="test_*.py neighbours.py" tests/drills
 
 # Every attack on rewards that we know how to make, and its honest twin, as a table and as JSON.
 HACKS_OUT ?= build/hacks.json
 hacks: setup
 	@mkdir -p $(dir $(HACKS_OUT))
 	$(BIN)/python -m tests.hacks --json $(HACKS_OUT)
+
+# SIGKILL at every step of a rollout's protocol, for the client, the node and the init, and at random ones; for minutes.
+resume-kills: setup
+	BARCHAN_RESUME_KILLS=all $(PYTEST) -q tests/integration/test_resume_kills.py
+
+# A trainer that is killed ten times in a run of 1,000 rollouts and resumed, beside an undisturbed one. ROLLOUTS=100 KILLS=5
+# for a short one.
+RESUME_OUT ?= runs/resume-$(shell date +%Y%m%d-%H%M%S)
+bench-resume: out := $(RESUME_OUT)
+bench-resume:
+	@scripts/setup.sh bench plots
+	mkdir -p $(out)
+	$(BIN)/python -m bench.resume --rollouts $(or $(ROLLOUTS),1000) --kills $(or $(KILLS),10) --out $(out)/resume.json --picture $(out)/lengths.png
+
+# Every kind of fault done to runs whose true rewards are known: no reward may come of one. TASKS=2 for a short one.
+FAULTS_OUT ?= build/faults.json
+faults: setup
+	@mkdir -p $(dir $(FAULTS_OUT))
+	$(BIN)/python -m bench.faults --tasks $(or $(TASKS),10) --out $(FAULTS_OUT)
 
 # Builds our own kernel for microVMs (minutes, and some build tools) and boots it; `make test` takes the distribution's.
 test-kernel: setup
@@ -111,6 +138,7 @@ bench-state:
 	$(BIN)/python -m bench.state_density --way separate --count 2000 --out $(out)/separate.json
 	$(BIN)/python -m bench.state_density --way zygote --count 3000 --out $(out)/zygote.json
 	$(BIN)/python -m bench.state_density --way hibernated --count 10000 --out $(out)/hibernated.json
+	$(BIN)/python -m bench.state_storm --count 1000 --out $(out)/storm.json
 	$(BIN)/python -m bench.state_kills --times 50 --out $(out)/kills.json
 
 # Every backend by the same measures in one run, beside bwrap, crun, runc, podman, plain runsc and a plain QEMU boot; some

@@ -17,7 +17,7 @@ PAGER_FILES = frozenset({"lock", "pager.sock"})
 OWN_PROCESSES = {"barchan.node": 1, "barchan-supervisor": 1, PAGER: 2}  # the pager has a keeper
 ASLEEP_MAX = 1  # images of one sandbox's files
 SUPERVISOR_GROUP = "init"
-IN_POOL = ("upper", "spool", "cut")
+IN_POOL = ("upper", "spool", "cut", "copy")
 
 
 class Remains:
@@ -74,6 +74,7 @@ class Remains:
                         yield f"!in the pool: {name}"
                 yield from (f"layer {name}" for name in os.listdir(fd / "upper"))
                 yield from (f"spool {name}" for name in os.listdir(fd / "spool"))
+                yield from (f"copy {name}" for name in os.listdir(fd / "copy"))
                 yield from (f"!cut {name}" for name in os.listdir(fd / "cut"))
                 return
         yield "!the supervisor has no pool"

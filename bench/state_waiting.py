@@ -2,14 +2,16 @@
 
     sudo python -m bench.state_waiting --tasks 8 --group 16 --step-s 2 --out waiting.json --picture waiting.png
 
-The model is a stub that sleeps and then does what is known to be good: it starts a Python that has imported and
-parsed things and stays, looks after it a dozen times, and hands the known solution in. Sampled twice a second: memory
-charged to the sandboxes and what compressed memory takes for them, processes' CPU time, and how many sandboxes are
-in each phase.
+The model is a stub that sleeps and then does what is known to be good: in its shell it starts a Python that has
+imported and parsed things and stays, asks that a dozen times, each time what only it knows, and hands the known
+solution in. Every other attempt's Python is an interpreter at the other end of two pipes, the others' a server at a
+port. Sampled twice a second: memory charged to the sandboxes and what compressed memory takes for them, processes' CPU
+time, and how many sandboxes are in each phase. A wrong answer ends the run.
 """
 
 import argparse
 import asyncio
+import shlex
 import sys
 import time
 from itertools import pairwise
@@ -22,7 +24,7 @@ from msgspec.structs import replace
 
 import barchan
 from barchan.model.tiers import Waiting
-from barchan.rollout.calls import Observation, ToolCall
+from barchan.rollout.calls import Observation, call_to
 from barchan.rollout.policies.base import Step
 from barchan.rollout.record import RolloutRecord
 from barchan.rollout.runner import Runner
@@ -34,12 +36,31 @@ from bench.state_resume import zram, zram_bytes
 from scripts.own_node import OwnNode, own_node
 
 SAMPLE_S = 0.5
-WORK = (
-    'python3 -c "import ast,glob,json,sqlite3,unittest,asyncio,time; '
-    "kept=[ast.parse(open(p).read()) for p in sorted(glob.glob('/usr/lib/python3*/*.py'))[:15]]; "
-    "open('pid','w').write('up'); time.sleep(3600)\" & while [ ! -e pid ]; do sleep 0.05; done; echo up"
+HEAP = (
+    "import ast, asyncio, glob, json, sqlite3, sys, unittest; "
+    "kept = [ast.parse(open(path).read()) for path in sorted(glob.glob('/usr/lib/python3*/*.py'))[:15]]; "
 )
-LOOK = "test -e pid && echo up"
+REPL = HEAP + "print('up', flush=True); [print(eval(line), flush=True) for line in sys.stdin]"
+SERVER = (
+    HEAP + "serve = lambda reader, writer: asyncio.ensure_future(answer(reader, writer))\n"
+    "async def answer(reader, writer):\n"
+    "    writer.write(str(eval(await reader.readline())).encode() + b'\\n')\n"
+    "    writer.close()\n"
+    "async def main():\n"
+    "    server = await asyncio.start_server(serve, '127.0.0.1', 8000)\n"
+    "    print('up', flush=True)\n"
+    "    await server.serve_forever()\n"
+    "asyncio.run(main())"
+)
+ASK_REPL = 'echo "len(kept) + NUMBER" >&"${KEPT[1]}"; read -r line <&"${KEPT[0]}"; echo "$line"'
+ASK_SERVER = 'exec 5<>/dev/tcp/127.0.0.1/8000; echo "len(kept) + NUMBER" >&5; read -r line <&5; echo "$line"; exec 5>&-'
+KEPT = 15
+
+
+def start_of(source: str) -> str:
+    """What starts a Python beside a shell, with pipes to and from it, and waits until it says that it is up."""
+    command = f"coproc KEPT {{ exec python3 -c {shlex.quote(source)}; }} 2>/dev/null"
+    return f'{command}; read -r line <&"${{KEPT[0]}}"; echo "$line"'
 
 
 class Sample(Struct, frozen=True, kw_only=True):
@@ -76,12 +97,14 @@ class SlowOracle:
 
     async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
         await asyncio.sleep(self._step_s)
-        work = [
-            ToolCall(name="bash", arguments=msgspec.json.encode({"command": text}).decode())
-            for text in (WORK, *[LOOK] * self._looks)
-        ]
-        script = [*work, *task.oracle]
         turn = observation.turn
+        expected = "up" if turn == 1 else str(KEPT + turn - 1)
+        if 1 <= turn <= self._looks + 1 and [result.content.strip() for result in observation.results] != [expected]:
+            raise SystemExit(f"turn {turn}: {observation.results} instead of {expected!r}")
+        source, ask = (REPL, ASK_REPL) if sample_index % 2 == 0 else (SERVER, ASK_SERVER)
+        asks = [ask.replace("NUMBER", str(number + 1)) for number in range(self._looks)]
+        work = [call_to("bash", command=text) for text in (start_of(source), *asks)]
+        script = [*work, *task.oracle]
         return Step(tool_calls=tuple(script[turn : turn + 1]), is_last=turn >= len(script) - 1)
 
 
@@ -98,8 +121,10 @@ class Told:
         return await self._client.create(template, waiting=self._waiting, **options)
 
 
-def counters(own: OwnNode) -> tuple[int, float]:
-    """Bytes that the node's sandboxes take, and their CPU seconds so far."""
+def counters(own: OwnNode, swapped_before: int) -> tuple[int, float]:
+    """Bytes that the node's sandboxes take, and their CPU seconds so far. `swapped_before`: that compressed memory took
+    when there were none.
+    """
     memory, cpu = 0, 0.0
     for root in own.cgroup_dirs():
         usage = root / "memory.usage_in_bytes"
@@ -108,13 +133,13 @@ def counters(own: OwnNode) -> tuple[int, float]:
         for line in (root / "cpu.stat").read_text().splitlines() if (root / "cpu.stat").exists() else ():
             if line.startswith("usage_usec"):
                 cpu = int(line.split()[1]) / 1e6
-    return memory + zram_bytes(), cpu
+    return memory + zram_bytes() - swapped_before, cpu
 
 
 async def watch(own: OwnNode, client: barchan.AsyncClient, samples: list[Sample]) -> None:
-    began = time.monotonic()
+    began, swapped_before = time.monotonic(), zram_bytes()
     while True:
-        memory, cpu = counters(own)
+        memory, cpu = counters(own, swapped_before)
         phases: dict[str, int] = {}
         for info in await client.list():
             phases[info.phase] = phases.get(info.phase, 0) + 1

@@ -15,7 +15,7 @@ from barchan.sdk.endpoint import default_state_dir
 
 CGROUPS = Path("/sys/fs/cgroup")
 MACHINE = Path("/proc")
-END_S_MAX = 120.0
+END_S_MAX = 900.0  # some thousand sandboxes may have to come back from swap to end
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
