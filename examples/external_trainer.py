@@ -1,14 +1,18 @@
 """A trainer with its own generation: 32 processes, groups of 16, 20 tool turns each on a published package's source.
 Even members repair a broken function, odd ones patch it wrongly; one process is killed, and only its rollouts end.
+Ctrl-C or SIGTERM ends the trainers, and what they have on the node.
 """
 
+import argparse
 import asyncio
 import multiprocessing
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import barchan
@@ -17,7 +21,7 @@ from barchan.rollout.store import read_rollouts
 from barchan.rollout.task import Environment, FileArtifact, ScriptGrader
 from barchan.sdk.recipe import Put, Recipe
 
-PROCESSES, GROUP, REPO, FILE = 32, 16, "/home/agent/idna", "/home/agent/idna/idna/intranges.py"
+REPO, FILE = "/home/agent/idna", "/home/agent/idna/idna/intranges.py"
 RIGHT, BROKEN, WRONG = "if left <= int_ < right:", "if left <= int_ <= right:", "if left < int_ < right - 1:"
 TESTS, REWARD = f"cd {REPO} && python3 -m unittest tests.test_intranges", "/logs/verifier/reward.txt"
 LOOK = [f"cd {REPO}", "ls", "head README.rst", f"cat {FILE}", TESTS, *(f"grep -rm{n} import" for n in range(1, 12))]
@@ -50,18 +54,39 @@ async def play(rollout: barchan.AsyncRollout) -> None:
     await rollout.finish()
 
 
-async def train(task: barchan.Task, folder: Path, name: str) -> None:
+async def train(task: barchan.Task, folder: Path, name: str, group: int) -> None:
+    training = asyncio.ensure_future(rollouts(task, folder, name, group))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C its parent hears, too, and ends it
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, training.cancel)
+    with suppress(asyncio.CancelledError):
+        await training
+
+
+async def rollouts(task: barchan.Task, folder: Path, name: str, group: int) -> None:
     async with barchan.connect_async() as client, client.run("external", out=folder, labels={"trainer": name}) as run:
-        await asyncio.gather(*[play(rollout) async for rollout in await run.group(task, GROUP, key=f"step0/{name}")])
+        await asyncio.gather(*[play(rollout) async for rollout in await run.group(task, group, key=f"step0/{name}")])
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, count: int, group: int) -> None:
     task, fork = broken_package(folder), multiprocessing.get_context("fork")
-    trainers = [fork.Process(target=lambda n=n: asyncio.run(train(task, folder, str(n)))) for n in range(PROCESSES)]
-    for process in trainers:
-        process.start()
+    trainers = [fork.Process(target=lambda n=n: asyncio.run(train(task, folder, str(n), group))) for n in range(count)]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda caught, _: sys.exit(128 + caught))
+    try:
+        for process in trainers:
+            process.start()
+        watch(folder, trainers, group)
+    finally:
+        begun = [process for process in trainers if process.pid is not None]
+        for process in begun:
+            process.terminate()  # of one that has ended, nothing
+        for process in begun:
+            process.join()
+
+
+def watch(folder: Path, trainers: list[multiprocessing.context.ForkProcess], group: int) -> None:
     with barchan.connect() as client:
-        while trainers[0].is_alive() and len(client.list(labels={"trainer": "0", "role": "agent"})) < GROUP:
+        while trainers[0].is_alive() and len(client.list(labels={"trainer": "0", "role": "agent"})) < group:
             time.sleep(0.1)
         trainers[0].kill()
         while client.list(labels={"trainer": "0"}):
@@ -76,4 +101,9 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(tempfile.mkdtemp()))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=32, help="trainers, each with a group of its own (default 32)")
+    parser.add_argument("--group", type=int, default=16, help="rollouts of a group (default 16)")
+    parser.add_argument("--out", type=Path, help="folder for logs and results (default: a new one below /tmp)")
+    given = parser.parse_args()
+    main(given.out or Path(tempfile.mkdtemp()), given.processes, given.group)

@@ -33,23 +33,27 @@ if TYPE_CHECKING:
         NotFound,
         NotSnapshotable,
         OutputLimitExceeded,
+        Preempted,
         ProtocolError,
         QuotaExceeded,
         ReadTimeout,
         RemoteProtocolError,
         RequirementMissing,
+        RunStopped,
         SandboxExpired,
         SandboxLost,
         SetupFailed,
         SnapshotCorrupt,
         SnapshotIncompatible,
         TaskError,
+        TrajectoryDiverged,
         TransportError,
     )
     from barchan.model.calls import CallResult, CallsInfo
+    from barchan.model.denials import Denials
     from barchan.model.gc import GcReport
     from barchan.model.image import Rebased
-    from barchan.model.node import Budget, ImageInfo, LayerInfo, NodeInfo
+    from barchan.model.node import Budget, ImageInfo, LayerInfo, LeaseInfo, NodeInfo
     from barchan.model.sandbox import (
         ExecResult,
         FileChange,
@@ -113,6 +117,7 @@ _HOMES = {
     "barchan.sdk.template": ("TemplateBuilder", "AsyncTemplateBuilder"),
     "barchan.sdk.aio.terminal": ("AsyncTerminal",),
     "barchan.model.calls": ("CallResult", "CallsInfo"),
+    "barchan.model.denials": ("Denials",),
     "barchan.model.sandbox": (
         "SandboxSpec",
         "SandboxInfo",
@@ -130,7 +135,7 @@ _HOMES = {
     "barchan.rollout.sync": ("Run", "Group", "Rollout"),
     "barchan.rollout.task": ("Task",),
     "barchan.rollout.calls": ("Observation", "ToolCall"),
-    "barchan.model.node": ("NodeInfo", "ImageInfo", "LayerInfo", "Budget"),
+    "barchan.model.node": ("NodeInfo", "ImageInfo", "LayerInfo", "LeaseInfo", "Budget"),
     "barchan.model.image": ("Rebased",),
     "barchan.model.snapshot_info": ("SnapshotInfo", "SnapshotPush"),
     "barchan.model.gc": ("GcReport",),
@@ -196,6 +201,8 @@ __all__ = [
     "GcReport",
     "Rebased",
     "NodeInfo",
+    "LeaseInfo",
+    "Denials",
     "Waiting",
     "TierChange",
     "Verdict",
@@ -217,6 +224,8 @@ __all__ = [
     "GuestOutOfMemory",
     "GuestWrecked",
     "CapacityError",
+    "Preempted",
+    "RunStopped",
     "SandboxLost",
     "SetupFailed",
     "NodeLost",
@@ -228,6 +237,7 @@ __all__ = [
     "SnapshotCorrupt",
     "SnapshotIncompatible",
     "BlobCorrupt",
+    "TrajectoryDiverged",
     "TransportError",
     "ConnectTimeout",
     "ReadTimeout",

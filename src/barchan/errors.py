@@ -7,14 +7,16 @@
       GuestError                  fault=policy; raised only by ExecResult.check()
         ExecFailed ExecTimeout OutputLimitExceeded GuestOutOfMemory GuestWrecked
       CapacityError               fault=platform, retryable: no room now, details["retry_after_ms"]
+      Preempted                   fault=platform: its run was put aside; going on takes the run's new lease
       SandboxLost                 fault=platform
         NodeLost BootFailed InitDied BlobUnavailable
       BackendError                fault=platform
-        RequirementMissing SnapshotCorrupt BlobCorrupt
+        RequirementMissing SnapshotCorrupt BlobCorrupt TrajectoryDiverged
       TransportError              fault=platform, retryable
         ConnectTimeout ReadTimeout ConnectionLost
       ProtocolError
         LocalProtocolError (we broke it), RemoteProtocolError (they did)
+      RunStopped                  a run's circuit breaker: voids piled up
       ModelError                  fault=model: the model endpoint failed
       TaskError                   fault=task: the task itself is broken
 
@@ -122,6 +124,17 @@ class CapacityError(BarchanError):
 
     code, retryable = "capacity", True
 
+    @property
+    def retry_after_s(self) -> float:
+        """When to ask again, in seconds; soon, where nobody has said."""
+        return float(self.details.get("retry_after_ms", 100)) / 1e3
+
+
+class Preempted(BarchanError):
+    """The lease was put aside, its sandboxes with it: nothing is lost, and the message says how to go on."""
+
+    code = "preempted"
+
 
 class SandboxLost(BarchanError):
     code = "sandbox_lost"
@@ -165,6 +178,12 @@ class BlobCorrupt(BackendError):
     code = "blob_corrupt"
 
 
+class TrajectoryDiverged(BackendError):
+    """A rollout that goes on is not what its log says it was; nobody guesses which of the two is right."""
+
+    code = "trajectory_diverged"
+
+
 class TransportError(BarchanError):
     code, retryable = "transport", True
 
@@ -191,6 +210,12 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     code = "remote_protocol"
+
+
+class RunStopped(BarchanError):
+    """A run begins no more rollouts, for too many were void; the message says what these have in common."""
+
+    code = "run_stopped"
 
 
 class ModelError(BarchanError):

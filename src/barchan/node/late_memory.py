@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from barchan.backends.base import Backend
 from barchan.core.finished import finished
-from barchan.errors import RequirementMissing
+from barchan.errors import BootFailed, RequirementMissing
 from barchan.model.snapshot import MemoryRecord
 from barchan.node.memories import make_readable
 from barchan.snapshot.pager.link import PagerLink
@@ -100,7 +100,7 @@ async def unpacked(
     try:
         try:
             link = await _pager(unpacking, backend, sandbox_id, snapshot_id)
-        except RequirementMissing:  # no pager: then all of it at once
+        except (RequirementMissing, BootFailed):  # no pager: then all of it at once
             await asyncio.wait({unpacking.ended})
             await finished(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
             unpacking = _Unpacking(shelf, snapshot_id, directory, may_be_late=False)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from barchan.backends.container import background
 from barchan.backends.container.supervisor import Answer, SupervisorClient
 from barchan.errors import (
     BackendError,
@@ -32,7 +33,6 @@ VERSION = 1
 CACHE_SHARE = 0.2  # of the free disk, unless a budget is given
 CACHE_MIB_MIN, CACHE_MIB_MAX = 64, 64 << 10
 MOUNT_TRIES = 3  # while readers are killed
-START_TIMEOUT_S = 60.0
 RESTART_PAUSE_S = 1.0
 MOUNT_WAITS = 5  # times of `wait_s` for a mount, whose metadata may come in many pieces
 MARGIN_S = 30.0  # the reader's own bound comes first
@@ -283,25 +283,18 @@ class LazyReader:
             free_mib = shutil.disk_usage(self._state_dir).free >> 20
             mib = min(CACHE_MIB_MAX, max(CACHE_MIB_MIN, int(free_mib * CACHE_SHARE)))
         with (self._state_dir / "reader.log").open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "barchan.image.lazy"),
-                *("--cache-dir", self._cache),
-                *("--socket", self._socket),
-                *("--budget-mib", str(mib)),
-                *("--wait-s", str(self._settings.wait_s)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
+            line = await background.start(
+                (
+                    *(sys.executable, "-m", "barchan.image.lazy"),
+                    *("--cache-dir", self._cache),
+                    *("--socket", self._socket),
+                    *("--budget-mib", str(mib)),
+                    *("--wait-s", str(self._settings.wait_s)),
+                ),
+                log,
             )
-        assert process.stdout is not None
-        async with asyncio.timeout(START_TIMEOUT_S):
-            line = (await process.stdout.readline()).decode("utf-8", "replace").strip()
-            await process.wait()  # it has left a child behind
         if line != "ready":
-            raise RequirementMissing(
-                f"the reader of images did not start: {line or 'no reason given'}; see {self._state_dir}/reader.log"
-            )
+            raise RequirementMissing(f"the reader of images did not start: {line}; see {self._state_dir}/reader.log")
 
     def _event(self, message: wire.Message) -> None:
         if message.word != "unavailable":

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from barchan.backends.container import background
 from barchan.backends.container.cgroup import kill
 from barchan.backends.container.supervisor import SupervisorClient
 from barchan.errors import BackendError, BarchanError, ConnectionLost, RequirementMissing, from_wire
@@ -24,7 +25,6 @@ from barchan.snapshot.shelf import FOLDER
 from barchan.wire import supervisor as wire
 
 VERSION = 1
-START_TIMEOUT_S = 60.0
 LAST_WAIT_S = 20.0
 LOOK_S = 5.0
 """How often a pager that has work is asked whether it still does it."""
@@ -215,23 +215,11 @@ class Pager:
     async def _spawn(self) -> None:
         """Start a pager and wait until it listens."""
         with self._log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "barchan.snapshot.pager"),
-                *("--dir", self._root),
-                *("--shelf", self._shelf),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
+            line = await background.start(
+                (sys.executable, "-m", "barchan.snapshot.pager", "--dir", self._root, "--shelf", self._shelf), log
             )
-        assert process.stdout is not None
-        async with asyncio.timeout(START_TIMEOUT_S):
-            line = (await process.stdout.readline()).decode("utf-8", "replace").strip()
-            await process.wait()  # it has left a child behind
         if line != "ready":
-            raise RequirementMissing(
-                f"the pager of restored memory did not start: {line or 'no reason given'}; see {self._log}"
-            )
+            raise RequirementMissing(f"the pager of restored memory did not start: {line}; see {self._log}")
 
     def _gone(self, client: SupervisorClient) -> None:
         """The pager is dead, or let go of us: no sandbox that lacks pages may go on."""

@@ -2,6 +2,7 @@
 
 import array
 import asyncio
+import errno
 import itertools
 import os
 import shutil
@@ -10,14 +11,26 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from barchan.errors import BackendError, BootFailed, ConnectionLost, NotFound, RequirementMissing
+from barchan.backends.container import background
+from barchan.errors import (
+    BackendError,
+    BarchanError,
+    BootFailed,
+    CapacityError,
+    ConnectionLost,
+    NotFound,
+    RequirementMissing,
+)
 from barchan.wire import supervisor as wire
 
 REQUEST_TIMEOUT_S = 60.0
 SOCKET = "supervisor.sock"
 ORPHAN_GRACE_S = 30
-POOL_SHARE = 0.5  # of the free disk; the file is sparse
+POOL_SHARE = 0.5  # of the free disk; it takes a part of that at first, and more as it is used
 POOL_MIB_MAX = 256 << 10
+TRIES, TRY_AGAIN_S = 3, 0.5
+_FULL = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)}
+_PASSING = {os.strerror(number) for number in (errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)}
 BINARIES = Path(__file__).parents[2] / "_guest"
 
 
@@ -25,30 +38,45 @@ async def spawn(state_dir: Path, name: str, weaken: Sequence[str]) -> None:
     """Start the supervisor of a node, and wait until it listens.
 
     Raises:
-        RequirementMissing: It did not come up; says why.
+        RequirementMissing: It did not come up, and never will; says why.
+        CapacityError: The disk is full.
+        BootFailed: It was killed, or the host lacked something for a moment, again and again.
     """
+    for tries_left in reversed(range(TRIES)):
+        try:
+            return await _spawn(state_dir, name, weaken)
+        except BootFailed:
+            if not tries_left:
+                raise
+        await asyncio.sleep(TRY_AGAIN_S)
+
+
+async def _spawn(state_dir: Path, name: str, weaken: Sequence[str]) -> None:
     free_mib = shutil.disk_usage(state_dir).free >> 20
     log = state_dir / "supervisor.log"
-    process = await asyncio.create_subprocess_exec(
-        BINARIES / "barchan-supervisor",
-        *("--socket", state_dir / SOCKET),
-        *("--pool", state_dir / "pool.img"),
-        *("--pool-mib", str(min(POOL_MIB_MAX, max(1024, int(free_mib * POOL_SHARE))))),
-        *("--cgroup", name),
-        *("--init", BINARIES / "barchan-init"),
-        *("--orphan-grace-s", str(ORPHAN_GRACE_S)),
-        *("--log", log),
-        *(f"--{protection}" for protection in weaken),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
+    line = await background.start(
+        (
+            BINARIES / "barchan-supervisor",
+            *("--socket", state_dir / SOCKET),
+            *("--pool", state_dir / "pool.img"),
+            *("--pool-mib", str(min(POOL_MIB_MAX, max(1024, int(free_mib * POOL_SHARE))))),
+            *("--cgroup", name),
+            *("--init", BINARIES / "barchan-init"),
+            *("--orphan-grace-s", str(ORPHAN_GRACE_S)),
+            *("--log", log),
+            *(f"--{protection}" for protection in weaken),
+        )
     )
-    assert process.stdout is not None
-    async with asyncio.timeout(60):
-        line = (await process.stdout.readline()).decode().strip()
     if line != "ready":
-        await process.wait()
-        raise RequirementMissing(f"the supervisor did not start: {line or 'no reason given'}; see {log}")
+        raise _refusal(line, log)
+
+
+def _refusal(line: str, log: Path) -> BarchanError:
+    """What its one line, `error STEP: REASON`, comes to."""
+    reason, told = line.rpartition(": ")[2], f"the supervisor did not start: {line}; see {log}"
+    if reason in _FULL:
+        return CapacityError(f"{told} (try: free some of the disk of the state directory)", retry_after_ms=1000)
+    return BootFailed(told) if reason in _PASSING else RequirementMissing(told)
 
 
 class Answer:
@@ -134,6 +162,7 @@ class SupervisorClient:
         for future in waiting.values():
             if not future.done():
                 future.set_exception(ConnectionLost(f"the {self._peer} closed the connection"))
+                future.exception()  # whoever asked may have seen it by a failed send
         if not self.lost.done():
             self.lost.set_result(None)
 

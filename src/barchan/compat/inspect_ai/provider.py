@@ -242,10 +242,9 @@ async def _created(client: Any, settings: BarchanConfig, task_name: str) -> Asyn
             sandbox: AsyncSandbox = await client.create(settings.template, **options)
             return sandbox
         except CapacityError as error:
-            wait_s = int(error.details.get("retry_after_ms", 1000)) / 1e3
-            if asyncio.get_running_loop().time() + wait_s > give_up_at:
+            if asyncio.get_running_loop().time() + error.retry_after_s > give_up_at:
                 raise SandboxUnavailableError(f"no room on the node: {error}") from error
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(error.retry_after_s)
 
 
 def _translated(error: BarchanError, path: str | None) -> Exception:
