@@ -1,5 +1,6 @@
 """What a supervisor's last words come to: what passes is asked of it again, what never will is the host's lack."""
 
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -47,3 +48,10 @@ async def test_one_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(BootFailed, match=r"not up in 0\.3 s"):
         await background.start(("sh", "-c", f"echo $$ > {pid}; exec sleep 60"))
     assert not Path(f"/proc/{int(pid.read_text())}").exists()
+
+
+async def test_what_stays_behind_may_hold_the_pipe() -> None:
+    """Its start is told by then."""
+    began = time.monotonic()
+    assert await background.start(("sh", "-c", "sleep 5 & echo ready")) == "ready"
+    assert time.monotonic() - began < 4

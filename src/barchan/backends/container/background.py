@@ -1,6 +1,8 @@
 """Starting programs that outlive the node: each says on one line how its start went, and goes into the background."""
 
 import asyncio
+import os
+import select
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import IO
 from barchan.errors import BootFailed
 
 START_TIMEOUT_S = 60.0
+LINE_BYTES_MAX = 4096
 
 
 async def start(argv: Sequence[str | Path], errors: IO[bytes] | None = None) -> str:
@@ -24,19 +27,25 @@ async def start(argv: Sequence[str | Path], errors: IO[bytes] | None = None) -> 
 
 def _run(argv: Sequence[str | Path], errors: IO[bytes] | None) -> str:
     # In a thread, since asyncio's own would tell of the end to a loop that may have closed by then.
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-            timeout=START_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise BootFailed(f"{argv[0]} was not up in {START_TIMEOUT_S:g} s") from error
-    line = done.stdout.partition(b"\n")[0].decode("utf-8", "replace").strip()
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+    ) as process:
+        try:
+            line = _first_line(process)
+            process.wait(START_TIMEOUT_S)
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
+            process.kill()
+            raise BootFailed(f"{argv[0]} was not up in {START_TIMEOUT_S:g} s") from error
     if not line:
-        raise BootFailed(f"{argv[0]} ended as it started, without saying why: exit code {done.returncode}")
+        raise BootFailed(f"{argv[0]} ended as it started, without saying why: exit code {process.returncode}")
     return line
+
+
+def _first_line(process: subprocess.Popen[bytes]) -> str:
+    """All that can be read at once: what stays behind may hold the pipe for as long as it lives."""
+    assert process.stdout is not None
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    if not poll.poll(START_TIMEOUT_S * 1e3):
+        raise TimeoutError
+    return os.read(process.stdout.fileno(), LINE_BYTES_MAX).decode("utf-8", "replace").strip()
