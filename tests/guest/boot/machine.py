@@ -44,13 +44,12 @@ class Vm:
         subprocess.run(["/sbin/mkfs.ext4", *options, disk], check=True)
         given = msgspec.structs.replace(command, tsc_khz=clock.tsc_khz(), layers=command.layers * len(layers))
         found = kernel.find(self.folder)
-        acpi = "on" if found.needs_modules else "off"
         disks = [("disk", disk, "cache=unsafe,discard=unmap")]
         disks += [(boot.layer_serial(index), path, "readonly=on") for index, path in enumerate(layers)]
         self.process = subprocess.Popen(
             [
                 *_emulator(),
-                *("-M", f"microvm,acpi={acpi}", "-cpu", "max", "-m", f"{MEMORY_MIB}M"),
+                *("-M", boot.machine_type(has_acpi=found.needs_modules), "-cpu", "max", "-m", f"{MEMORY_MIB}M"),
                 *("-accel", "tcg,tb-size=64", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
                 *("-kernel", str(found.vmlinux), "-initrd", str(found.initrd), "-append", boot.command_line(given)),
                 *("-serial", f"file:{self.folder}/console", "-device", "virtio-serial-device"),

@@ -20,7 +20,7 @@ from barchan.backends.container.backend import ContainerHandle
 from barchan.backends.hosted.outer import HostLayer
 from barchan.backends.microvm import clock, disks
 from barchan.backends.microvm.acceleration import KVM, PROBE_S, Acceleration, choose, key_of, place
-from barchan.backends.microvm.boot import Boot, command_line
+from barchan.backends.microvm.boot import Boot, command_line, machine_type
 from barchan.backends.microvm.handle import MicrovmHandle
 from barchan.backends.microvm.kernel import Kernel
 from barchan.backends.microvm.kernel import find as find_kernel
@@ -142,11 +142,10 @@ class MicrovmBackend(MachineBackend):
             net=None if spec.network == "none" else (ADDRESS, GATEWAY),
             tsc_khz=await asyncio.to_thread(clock.tsc_khz) if acceleration.name == "tcg" else 0,
         )
-        # A distribution's kernel finds devices by ACPI alone, ours by its command line, which takes less time.
-        acpi = "on" if self._kernel.needs_modules else "off"
+        machine = machine_type(has_acpi=self._kernel.needs_modules)
         hardware = (
             *common(install.EMULATOR, install.FIRMWARE, accelerator, vcpus, memory_mib),
-            *("-M", f"microvm,acpi={acpi},memory-backend={MEMORY},suppress-vmdesc=on", "-cpu", processor),
+            *("-M", f"{machine},memory-backend={MEMORY},suppress-vmdesc=on", "-cpu", processor),
             *("-device", "virtio-serial-device", "-device", "virtserialport,chardev=guest,name=barchan"),
             *("-device", "virtio-balloon-device,free-page-reporting=on"),
             *_disk("disk", disks.DISK_PATH, is_written=True),
