@@ -4,9 +4,9 @@ voided or cancelled alone.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from msgspec.structs import asdict, replace
 
@@ -285,7 +285,7 @@ class Runner:
                 raise
             if member not in self._surplus:
                 await rollout.cancel()
-                self._settle(member, rollout.row())
+                self._keep_row(rollout.row())
                 raise
             task.uncancel()
         except Exception as error:  # the rollout's own boundary: whatever it was becomes its record
@@ -339,7 +339,7 @@ class Runner:
             task_id = self._tasks[group_index].task_id
             self._notice(f"task {task_id} is quarantined, {len(members)} rollouts are not begun: {why}")
         for other in members:
-            self._group.create_task(self._skip_quarantined(other, why))
+            self._also(self._skip_quarantined(other, why))
 
     def _keep_row(self, row: RolloutRecord) -> None:
         """Where results can't be kept, what is under way is left as it is, for whoever goes on with the run."""
@@ -359,7 +359,7 @@ class Runner:
             if other in self._live:
                 self._live[other].cancel()
         for other in settled.spare:
-            self._group.create_task(self._skip(other))
+            self._also(self._skip(other))
         if settled.given_up:
             self._give_up(settled.given_up)
         why = quarantined(row.verdict)
@@ -367,6 +367,13 @@ class Runner:
             self._quarantine(member.group_index, why)
         self._look(member, row)
         self._changed.set()
+
+    def _also(self, record: Coroutine[Any, Any, None]) -> None:
+        """Make the record of one that is not begun. While the run is cancelled: none, so that a resumed one begins it."""
+        try:
+            self._group.create_task(record)
+        except RuntimeError:
+            record.close()
 
     def _look(self, member: Member, row: RolloutRecord) -> None:
         """Whether voids have piled up."""
@@ -383,7 +390,7 @@ class Runner:
             f"fewer than the {self._sampling.min_valid} that advantages take can still be scored"
         )
         for member in members:
-            self._group.create_task(self._skip(member, "group"))
+            self._also(self._skip(member, "group"))
 
     def _stop(self, trip: Trip) -> None:
         """Begin nothing more. What is under way comes to its end; what was not begun has no record, so that a resumed

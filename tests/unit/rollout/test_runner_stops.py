@@ -1,5 +1,6 @@
 """A run that stops by itself: voids that pile up, a group that is of no use any more, a budget that is spent."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -83,6 +84,28 @@ async def test_a_group_of_no_use_is_given_up() -> None:
     assert causes == ["sandbox_lost"] * 5 + ["cancelled_group"] * 3
     assert [row.verdict.reward for row in ran.rows if row.group_index == 1] == [1.0] * 8
     assert "given up, 3 of its rollouts are not begun" in ran.said[0]
+
+
+async def test_a_cancelled_run_gives_no_group_up() -> None:
+    """Most of a group is cancelled with it, and the rest, which a resumed run begins, has no record."""
+    started: list[int] = []
+
+    class Stuck:
+        name = "stuck"
+
+        async def step(self, task: Task, sample_index: int, observation: Observation) -> Step:
+            started.append(sample_index)
+            await asyncio.sleep(3600)
+            raise AssertionError("not reached")
+
+    run = Run(FakeClient(), Stuck(), [task()], group=8, concurrency=6)
+    running = asyncio.create_task(run.to_its_end())
+    while len(started) < 6:
+        await asyncio.sleep(0.001)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ([row.verdict.cause for row in run.rows], run.said) == (["cancelled_user"] * 6, [])
 
 
 @pytest.mark.parametrize(
