@@ -203,6 +203,6 @@ async def test_the_next_node_ends_what_has_no_lease_any_more(make_node: Callable
         node.start()
         async with asyncio.timeout(30):
             while (info := await sandbox.info()).phase != "stopped":
-                print(info.phase, info.end_cause)
+                assert info.phase != "lost", info.end_cause
                 await asyncio.sleep(0.05)
         assert info.end_cause == "lease_ended"

@@ -136,6 +136,7 @@ async def _put_down(sandboxes: "Sandboxes", live: Live, storing: _Storing, store
     """From here on it is on disk, whatever happens to its processes."""
     try:
         await _hold(sandboxes, live, stored.template)
+        check_lives(sandboxes, live)
         sandboxes.journal.hibernate(live.sandbox_id, stored)
     except BaseException:  # it is not noted, and so it is not there: it stays paused
         sandboxes.holds.release(live.sandbox_id)

@@ -369,7 +369,7 @@ class Runner:
         self._changed.set()
 
     def _also(self, record: Coroutine[Any, Any, None]) -> None:
-        """Make the record of one that is not begun. While the run is cancelled: none, so that a resumed one begins it."""
+        """Make the record of one that is not begun; none while the run is cancelled: a resumed one begins it."""
         try:
             self._group.create_task(record)
         except RuntimeError:

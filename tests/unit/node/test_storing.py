@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from barchan.backends.base import Capabilities
-from barchan.errors import CapacityError
+from barchan.errors import CapacityError, SandboxExpired
 from barchan.model.sandbox import SandboxSpec
-from barchan.node import memories
+from barchan.node import hibernate, memories
 from barchan.node.density import awake_mib, pressure
 from barchan.node.rest import Rest
 
@@ -43,3 +43,28 @@ async def test_it_counts_as_asked_for_and_is_not_begun_without(monkeypatch: pyte
     with pytest.raises(CapacityError, match="64 MiB more of the host's, and 63 are available"):
         await memories.dump(sandboxes, live, Path("/memory"), "cut")
     assert (len(counted), awake_mib(sandboxes)) == (2, 100)
+
+
+async def test_one_that_ends_while_its_layers_are_held_is_not_noted_as_on_disk() -> None:
+    """What was made of it goes, for nobody would look for it."""
+    told: list[str] = []
+
+    async def hold(sandbox_id: str, template: object, *, is_stored: bool = False) -> None:
+        told.append("hold" if is_stored else "hold again")
+        live.ending = object()
+
+    async def give_up() -> None:
+        told.append("give up")
+
+    def get(sandbox_id: str) -> Any:
+        raise SandboxExpired("it has ended")
+
+    live = cast(Any, SimpleNamespace(sandbox_id="sb_1", template=object(), ending=None))
+    holds = SimpleNamespace(hold=hold, release=lambda _: told.append("release"))
+    journal = SimpleNamespace(hibernate=lambda *_: told.append("noted"))
+    sandboxes = cast(Any, SimpleNamespace(holds=holds, journal=journal, get=get))
+    with pytest.raises(SandboxExpired):
+        await hibernate._put_down(
+            sandboxes, live, cast(Any, SimpleNamespace(give_up=give_up)), cast(Any, SimpleNamespace(template=object()))
+        )
+    assert told == ["release", "hold", "release", "hold again", "give up"]
