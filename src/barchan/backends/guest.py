@@ -30,12 +30,14 @@ class Reader:
     Attributes:
         next_offset: Per stream, the byte wanted next.
         consumed: Per stream, up to where it is done; the guest is held back about 1 MiB beyond the slowest reader.
+        process: Whose output it is, once that is known.
     """
 
     def __init__(self, stdout_offset: int = 0, stderr_offset: int = 0) -> None:
         self.next_offset = {wire.STDOUT: stdout_offset, wire.STDERR: stderr_offset}
         self.is_finished = False
         self.consumed = dict(self.next_offset)
+        self.process: GuestProcess | None = None
 
     def output(self, stream: int, offset: int, data: bytes) -> None:
         """Take bytes. An offset beyond the end of the last ones says that some were lost."""
@@ -89,6 +91,7 @@ class GuestProcess:
         """Give `reader` the output from its offsets on, nobody anything twice; returns what the spool holds."""
         await self._connection.at_work.wait()
         self.readers.append(reader)
+        reader.process = self
         self._attaching.append(reader)
         try:
             return await self.follow_again()
@@ -345,6 +348,7 @@ class GuestConnection:
             self._ended.pop(process_id, None)
         if reader is not None and not started.existing:
             process.readers.append(reader)
+            reader.process = process
         return process
 
     def _retire(self, process: GuestProcess) -> None:

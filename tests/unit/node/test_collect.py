@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from barchan.backends.guest import GuestConnection, GuestProcess
-from barchan.node.collect import Collector, HeadTail
+from barchan.node.collect import HELD_S, Collector, HeadTail
 from barchan.wire import guest as wire
 
 
@@ -75,3 +75,20 @@ async def test_a_loss_at_the_end_is_told_and_waits_for_nothing() -> None:
     process.take_output(wire.Output(1, wire.STDOUT, 6, b""))
     assert collector.done.done()
     assert collector.streams[wire.STDOUT].value() == (b"", False)
+
+
+async def test_more_than_is_kept_is_taken_at_a_bounded_rate() -> None:
+    """Up to there at once, and from then on a window at a time: nobody floods the node."""
+    connection = _Connection()
+    process = GuestProcess(cast(GuestConnection, connection), "p", wire.Started(handle=1, pid=2, existing=False))
+    collector = Collector(wire.WINDOW_BYTES)
+    process.readers.append(collector)
+    collector.process = process
+    for index in range(8):
+        offset = index * wire.WINDOW_BYTES // 4
+        process.take_output(
+            wire.Output(handle=1, stream=wire.STDOUT, offset=offset, data=bytes(wire.WINDOW_BYTES // 4))
+        )
+    assert collector.consumed[wire.STDOUT] == wire.WINDOW_BYTES
+    await asyncio.sleep(2 * HELD_S)
+    assert collector.consumed[wire.STDOUT] == 2 * wire.WINDOW_BYTES
