@@ -132,6 +132,20 @@ async def test_a_restarted_node_knows_its_leases(make_node: Callable[[], NodePro
             await client.create("debian", memory_mib=64, lease_id=lease_id)
 
 
+async def test_a_node_that_is_told_to_end_waits_for_no_holder(make_node: Callable[[], NodeProcess]) -> None:
+    """Nor ends what they hold: the next node has it."""
+    node = make_node()
+    node.start()
+    async with barchan.connect_async(f"unix://{node.socket}") as client, held(client, LeaseRequest()) as lease_id:
+        sandbox = await client.create("debian", memory_mib=64, lease_id=lease_id)
+        assert node.process is not None
+        node.process.terminate()
+        assert await asyncio.to_thread(node.process.wait, 15) == 0
+        node.process = None
+        node.start()
+        assert (await sandbox.info()).phase == "ready"
+
+
 async def test_a_sandbox_goes_over_to_who_asks_again_for_it(node: NodeProcess, client: AsyncClient) -> None:
     """Its creator is gone, and was started again within the grace time: the new lease holds it from then on. As long as
     its creator is there, it stays with it.

@@ -24,6 +24,7 @@ from barchan.node.sandboxes import Sandboxes
 from barchan.wire.api import error_body
 
 IDLE_CHECK_S = 1.0
+LAST_REQUESTS_S = 1.0  # of a node that ends, for what is being served; who waits for longer asks the next node again
 SWITCH_S = 0.001  # after which a thread that packs or unpacks gives way to the event loop
 LIMITS = {
     "running_max": "live sandboxes at most (default: as memory lets)",
@@ -112,6 +113,7 @@ def _runner(server: Server) -> web.AppRunner:
         handler_cancellation=True,
         max_line_size=32 << 10,
         max_field_size=32 << 10,
+        shutdown_timeout=LAST_REQUESTS_S,
     )
 
 
