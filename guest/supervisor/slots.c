@@ -152,7 +152,9 @@ int64_t slots_fill(int64_t now_ns)
 /* One goes that was not claimed. */
 void slot_ended(const struct sandbox *sandbox)
 {
-	if (sandbox->state == SANDBOX_SLOT) {
+	bool was_ready = sandbox->state == SANDBOX_SLOT;
+
+	if (was_ready) {
 		ready--;
 		event_slot(sandbox, false);
 	} else {
@@ -162,7 +164,10 @@ void slot_ended(const struct sandbox *sandbox)
 		return;
 	totals.died++;
 	next_fill_ns = monotonic_ns() + FAILED_WAIT_NS;
-	log_line("%s: a slot ended: %s: %s", sandbox->id, stage_name(sandbox->failed_stage), strerror(sandbox->failed_errno));
+	if (was_ready)
+		log_line("%s: a slot ended that was ready", sandbox->id);
+	else
+		log_line("%s: a slot ended: %s: %s", sandbox->id, stage_name(sandbox->failed_stage), strerror(sandbox->failed_errno));
 }
 
 /* The sandbox is not gone before its keeper is. */
