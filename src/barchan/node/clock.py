@@ -8,12 +8,13 @@ from typing import Any
 class Timer:
     """A callback due after so much of a sandbox's own time."""
 
-    __slots__ = ("_callback", "_clock", "_handle", "left_s")
+    __slots__ = ("_callback", "_clock", "_due_at", "_handle", "left_s")
 
     def __init__(self, clock: "Clock", left_s: float, callback: Callable[[], object]) -> None:
         self._clock = clock
         self._callback = callback
         self._handle: asyncio.TimerHandle | None = None
+        self._due_at = 0.0
         self.left_s = max(0.0, left_s)
 
     def cancel(self) -> None:
@@ -23,12 +24,14 @@ class Timer:
 
     def run(self) -> None:
         """Count down from now on."""
-        self._handle = asyncio.get_running_loop().call_later(self.left_s, self._due)
+        loop = asyncio.get_running_loop()
+        self._due_at = loop.time() + self.left_s  # uvloop's handle of what is due at once does not know when
+        self._handle = loop.call_later(self.left_s, self._due)
 
     def hold(self) -> None:
         """Keep what is left."""
         if self._handle is not None:
-            self.left_s = max(0.0, self._handle.when() - asyncio.get_running_loop().time())
+            self.left_s = max(0.0, self._due_at - asyncio.get_running_loop().time())
             self._handle.cancel()
             self._handle = None
 

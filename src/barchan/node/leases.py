@@ -44,7 +44,8 @@ class Lease:
         self.memory_mib = Summed(0)  # by sandbox, from its admission to its end; 0 of one that is on disk
         self.since = Summed(0.0)  # by sandbox, from when it was started or woken; none for those asleep
         self.before_s = Summed(0.0)  # by sandbox, until it went to sleep the last time
-        self.grace: asyncio.TimerHandle | None = None
+        self.grace: asyncio.TimerHandle | None = None  # runs out at `ends_at`
+        self.ends_at = 0.0
         self.spent: asyncio.TimerHandle | None = None
 
     @property
@@ -67,7 +68,7 @@ class Lease:
         )
 
     def info(self) -> LeaseInfo:
-        left_s = None if self.grace is None else self.grace.when() - asyncio.get_running_loop().time()
+        left_s = None if self.grace is None else self.ends_at - asyncio.get_running_loop().time()
         return LeaseInfo(
             lease_id=self.lease_id,
             grace_s=self.terms.grace_s,
@@ -323,7 +324,9 @@ class Leases:
     def _arm(self, lease: Lease, after_s: float) -> None:
         if lease.grace is not None:
             lease.grace.cancel()
-        lease.grace = asyncio.get_running_loop().call_later(after_s, self._expire, lease)
+        loop = asyncio.get_running_loop()
+        lease.ends_at = loop.time() + after_s  # uvloop's handle of what is due at once does not know when
+        lease.grace = loop.call_later(after_s, self._expire, lease)
 
     def _expire(self, lease: Lease) -> None:
         self.end(lease.lease_id, "abandoned" if lease.preemption is None else "preempted")

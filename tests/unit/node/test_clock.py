@@ -3,6 +3,7 @@
 import asyncio
 
 from barchan.node.clock import Clock
+from tests.unit.node.egress_harness import on_both_loops
 
 
 async def test_a_timer_waits_for_its_clock() -> None:
@@ -31,6 +32,20 @@ async def test_a_timer_made_while_it_stands_still() -> None:
     async with asyncio.timeout(5):
         await fired.wait()
     timer.cancel()
+
+
+@on_both_loops
+class TestDueAtOnce:
+    async def test_a_timer_that_is_due_at_once_can_be_held(self) -> None:
+        """One whose time was over while the sandbox slept, and which sleeps again before it is called."""
+        clock, fired = Clock(), asyncio.Event()
+        clock.call_later(0.0, fired.set)
+        clock.stop()
+        await asyncio.sleep(0.01)
+        assert not fired.is_set()
+        clock.go_on()
+        async with asyncio.timeout(5):
+            await fired.wait()
 
 
 async def test_a_cancelled_timer_never_fires() -> None:

@@ -15,6 +15,7 @@ from barchan.node import leases as module
 from barchan.node.database import Database
 from barchan.node.journal import Journal
 from barchan.node.leases import Leases, Over
+from tests.unit.node.egress_harness import on_both_loops
 
 SOON = LeaseRequest(grace_s=0.1)
 
@@ -55,6 +56,25 @@ async def test_a_lease_ends_after_its_grace(tmp_path: Path) -> None:
     assert told.over == [(lease.lease_id, "lease_ended")]
     assert lease.lease_id not in leases
     assert lease.ended.is_set()
+
+
+@on_both_loops
+class TestOver:
+    async def test_one_that_was_over_before_the_node_started_ends_at_once(self, tmp_path: Path) -> None:
+        """What is due at once has no time on every event loop."""
+        before = opened(tmp_path)
+        lease_id = before.hold(SOON).lease_id
+        before.preempt(lease_id, PreemptRequest(keep_s=0.001))
+        grace = before.get(lease_id).grace
+        assert grace is not None
+        grace.cancel()  # that node was killed
+        await asyncio.sleep(0.01)
+        told = Told()
+        leases = Leases(Journal(tmp_path / "journal"), told)
+        leases.begin()
+        assert leases.get(lease_id).info().ends_unix_s is not None
+        await told.wait()
+        assert (told.over, lease_id in leases) == ([(lease_id, "lease_ended")], False)
 
 
 async def test_a_holder_that_returns_in_time_keeps_it(tmp_path: Path) -> None:
