@@ -344,3 +344,15 @@ def make_layer(root: Path) -> None:
     (root / "bin" / "sh").symlink_to("bash")
     probe = Path(__file__).with_name("probe.c")
     subprocess.run(["cc", "-O2", "-static", "-o", root / "bin" / "probe", probe], check=True)
+
+
+def pids_in(leaf: Path) -> set[int]:
+    return {int(pid) for path in leaf.glob("**/cgroup.procs") for pid in path.read_text().split()}
+
+
+def wait_members(leaf: Path) -> int:
+    """How many processes a cgroup and those below it have; a program moves there soon after its start is told."""
+    deadline = time.monotonic() + 10
+    while not (pids := pids_in(leaf)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(pids)

@@ -8,7 +8,6 @@ import signal
 import socket
 import struct
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +23,8 @@ from tests.guest.supervisor.driver import (
     RefusedError,
     Sandbox,
     Supervisor,
+    pids_in,
+    wait_members,
 )
 
 pytestmark = [pytest.mark.requires("root", "static-libc", "mkfs.btrfs", "cgroup"), pytest.mark.timeout(120)]
@@ -429,18 +430,6 @@ def test_limits_are_in_the_kernels_files(supervisor: Supervisor, client: Client)
     for leaf in members:
         assert wait_members(leaf) == 1
         assert sandbox.pid not in pids_in(leaf)
-
-
-def pids_in(leaf: Path) -> set[int]:
-    return {int(pid) for path in leaf.glob("**/cgroup.procs") for pid in path.read_text().split()}
-
-
-def wait_members(leaf: Path) -> int:
-    """How many processes a cgroup and those below it have; a program moves there soon after its start is told."""
-    deadline = time.monotonic() + 10
-    while not (pids := pids_in(leaf)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return len(pids)
 
 
 def call_through(sandbox: Sandbox) -> None:

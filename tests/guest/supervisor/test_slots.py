@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from barchan.backends.container.cut import make_snapshot, remove_snapshot
-from tests.guest.supervisor.driver import CGROUPS, Client, RefusedError, Sandbox, Supervisor
+from tests.guest.supervisor.driver import CGROUPS, Client, RefusedError, Sandbox, Supervisor, wait_members
 
 pytestmark = [pytest.mark.requires("root", "static-libc", "mkfs.btrfs", "cgroup"), pytest.mark.timeout(120)]
 PREFIX = "warm-"
@@ -121,7 +121,7 @@ def test_a_batch_sandbox_runs_beside_all_else(supervisor: Supervisor, client: Cl
     assert (CGROUPS / "cpu/barchan-batch/cpu.idle").read_text() == "1\n"
     handle, _, _ = batch.connection.start("job", ["sleep", "60"], user="0:0", env={"PATH": "/bin"})
     assert handle
-    assert (CGROUPS / "cpu/barchan-batch" / supervisor.name / "batch/tasks").read_text().split()
+    assert wait_members(CGROUPS / "cpu/barchan-batch" / supervisor.name / "batch")
     assert not (CGROUPS / "cpu/barchan" / supervisor.name / "batch").exists()
     assert (CGROUPS / "cpu/barchan" / supervisor.name / slot / "cpu.idle").read_text() == "0\n"
     init = Path(f"/proc/{batch.pid}/cgroup").read_text()
