@@ -115,7 +115,8 @@ def test_memory_limit(line: Line) -> None:
     assert grown.code == -signal.SIGKILL
     after = counters(line)
     assert after["oom_kills"] == before + 1
-    assert GUEST_MIB << 19 < after["memory_peak_bytes"] <= GUEST_MIB << 20
+    beyond = 64 << 10  # charges that a kernel can't refuse, such as a page of a page table
+    assert GUEST_MIB << 19 < after["memory_peak_bytes"] <= (GUEST_MIB << 20) + beyond
 
 
 def test_process_limit(line: Line) -> None:
