@@ -14,6 +14,13 @@ ASAN := $(CURDIR)/build/guest
 # The guest suite drives this binary by hand; `test` runs it with the ones under ASan and UBSan.
 export BARCHAN_INIT := $(CURDIR)/src/barchan/_guest/barchan-init
 
+# $(call tested,ENVIRONMENT,HOW,WHAT): up to two that fail are run once more, alone: docs/decisions/0025-tests-again.md.
+FAILED := $(BIN)/python -c 'import json; print(len(json.load(open(".pytest_cache/v/cache/lastfailed"))))'
+define tested
+	$(1) $(PYTEST) -q $(2) $(3) || { [ "$$($(FAILED))" -le 2 ] && echo "make: again, alone:" && \
+		$(1) $(PYTEST) -q --last-failed --last-failed-no-failures none $(3); }
+endef
+
 .PHONY: setup backends check test test-slow test-vm bench conformance drills hacks faults resume-kills bench-resume rollout rollout-llm rollout-llm-tools soak profile bench-images bench-state bench-backends inspect-check clean
 
 setup:
@@ -30,10 +37,10 @@ check: setup
 
 test: check
 	@scripts/setup.sh test
-	$(PYTEST) -q -n 2 --dist loadfile tests $(addprefix --ignore=,tests/tidy $(SANITIZED) $(MACHINES) $(SLOW) $(ALONE))
+	$(call tested,,-n 2 --dist loadfile,tests $(addprefix --ignore=,tests/tidy $(SANITIZED) $(MACHINES) $(SLOW) $(ALONE)))
 	$(MAKE) --no-print-directory -C guest OUT=$(ASAN) asan
-	BARCHAN_INIT=$(ASAN)/asan/barchan-init $(PYTEST) -q -n 2 --dist loadfile $(SANITIZED)
-	$(PYTEST) -q $(ALONE)
+	$(call tested,BARCHAN_INIT=$(ASAN)/asan/barchan-init,-n 2 --dist loadfile,$(SANITIZED))
+	$(call tested,,,$(ALONE))
 
 test-slow: setup
 	@scripts/setup.sh test
