@@ -13,6 +13,7 @@ Step = Literal["none", "tiers", "refuse", "evict"]
 TIERS_SHARE = 0.20  # of the host's memory: with less available, what waits gives its memory back
 REFUSE_STALLED = 0.25  # of the last ten seconds, in which every program that could run waited for memory
 TIERS_STALLED = 0.05  # of them, in which some program did
+STALLS_SHARE = 0.5  # with more of the memory available, who waits for some is in a group that has reached its own limit
 EVICT_RESERVE_SHARE = 0.5  # of the reserve: with less left of it, refusing alone is too late
 
 
@@ -46,11 +47,14 @@ def step(pressure: Pressure, reserve_mib: int) -> Step:
     Args:
         reserve_mib: Host memory that must stay available.
     """
-    available = pressure.memory_available_mib
+    available, share = pressure.memory_available_mib, pressure.memory_available_share
+    stalled, stalled_full = pressure.memory_stalled or 0.0, pressure.memory_stalled_full or 0.0
+    if share > STALLS_SHARE:
+        stalled = stalled_full = 0.0
     if available < reserve_mib * EVICT_RESERVE_SHARE:
         return "evict"
-    if available < reserve_mib or (pressure.memory_stalled_full or 0.0) > REFUSE_STALLED:
+    if available < reserve_mib or stalled_full > REFUSE_STALLED:
         return "refuse"
-    if pressure.memory_available_share < TIERS_SHARE or (pressure.memory_stalled or 0.0) > TIERS_STALLED:
+    if share < TIERS_SHARE or stalled > TIERS_STALLED:
         return "tiers"
     return "none"
