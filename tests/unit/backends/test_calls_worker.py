@@ -13,7 +13,7 @@ import pytest
 
 from barchan.backends.base import Handle
 from barchan.backends.function.worker import ENDED, KILL_WAIT_S, Call, Outcome, Worker
-from barchan.errors import BarchanError, SandboxLost
+from barchan.errors import BarchanError, ReadTimeout, SandboxLost
 
 pytestmark = pytest.mark.timeout(60)
 DIED, EXITED = signal.SIGKILL, 0
@@ -130,3 +130,17 @@ async def test_a_call_that_is_cancelled_has_a_while_to_die_in(rig: Rig) -> None:
         rig.keeper.end(DIED)
         assert not (await told).timed_out and not broken
         await rig.offered()
+
+
+async def test_a_call_whose_end_its_worker_can_not_tell_has_timed_out(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bomb that starves the keeper buys no fault of the platform's; the worker goes."""
+    monkeypatch.setattr("barchan.backends.function.worker.KILL_WAIT_S", 0.2)
+    worker = await rig.ready()
+    broken: list[BarchanError] = []
+    worker.on_broken = broken.append
+    _, told = rig.begin(0.05)
+    outcome = await told
+    assert isinstance(outcome, Outcome) and outcome.timed_out and not outcome.oom_killed
+    assert [type(error) for error in broken] == [ReadTimeout]

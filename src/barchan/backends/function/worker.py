@@ -284,8 +284,10 @@ class Worker:
         finally:
             running.close()
 
-    def _tell(self, running: _Running, wstatus: int, usage: tuple[float, float, int]) -> None:
-        while running.take():
+    def _tell(
+        self, running: _Running, wstatus: int, usage: tuple[float, float, int], *, writes_on: bool = False
+    ) -> None:
+        while running.take() and not writes_on:
             continue
         # Looked at after each call, whatever became of it: what killed its children speaks of no later one.
         kills, seen = self._kills(), self._kills_seen
@@ -324,8 +326,9 @@ class Worker:
             running.look_s = min(2 * running.look_s, LOOK_S_MAX)
         if now >= running.deadline:
             if running.is_killed:
-                error = ReadTimeout(f"a call survived SIGKILL for {KILL_WAIT_S:g} s")
-                return self._break(error)
+                if running.timed_out:  # what keeps its worker from telling its end, such as a bomb, is its own doing
+                    self._tell_killed(running, writes_on=True)
+                return self._break(ReadTimeout(f"a call survived SIGKILL for {KILL_WAIT_S:g} s"))
             running.timed_out = True
             running.kill(now)
         running.look = self._loop.call_later(min(running.look_s, max(0.0, running.deadline - now)), self._look, running)
@@ -338,12 +341,16 @@ class Worker:
         if error is None:
             error = InitDied("the worker of this call died")
             if running is not None and self._kills() > self._kills_seen:  # by its memory, or the host's
-                self._running = None
-                with suppress(BarchanError):
-                    self._tell(running, signal.SIGKILL, (0.0, 0.0, 0))
-                running.close()
+                self._tell_killed(running)
         self._let_go(error)
         self.on_broken(error)
+
+    def _tell_killed(self, running: _Running, *, writes_on: bool = False) -> None:
+        """The outcome of a call that goes with its worker."""
+        self._running = None
+        with suppress(BarchanError):
+            self._tell(running, signal.SIGKILL, (0.0, 0.0, 0), writes_on=writes_on)
+        running.close()
 
     def _let_go(self, error: BarchanError) -> None:
         if self._line is not None:
