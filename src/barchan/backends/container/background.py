@@ -3,6 +3,7 @@
 import asyncio
 import os
 import select
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ def _run(argv: Sequence[str | Path], errors: IO[bytes] | None) -> str:
             line = _first_line(process)
             process.wait(START_TIMEOUT_S)
         except (TimeoutError, subprocess.TimeoutExpired) as error:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with the child, unless that has gone into a session of its own
             raise BootFailed(f"{argv[0]} was not up in {START_TIMEOUT_S:g} s") from error
     if not line:
         raise BootFailed(f"{argv[0]} ended as it started, without saying why: exit code {process.returncode}")
